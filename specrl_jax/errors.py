@@ -1,0 +1,8 @@
+"""The one exception for bad input."""
+
+
+class InputError(ValueError):
+    """Bad input from the user; the message is one sentence that says what, where and the remedy.
+
+    Scripts print it and exit with status 2, without a traceback.
+    """

@@ -1,0 +1,120 @@
+"""How a forward is cut into programs, and what that does to the bits.
+
+XLA chooses the order of a sum from the shape of the whole operation, so the same
+token gives different bits in a batch of 1 and a batch of 8. `mode="invariant"`
+runs every matmul and every reduction inside a loop body of one fixed shape: the
+bits of a token then depend neither on its batch, nor on how many tokens are
+drafted, nor on whether it is decoded from a cache or teacher-forced.
+`mode="plain"` computes all tokens at once.
+"""
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Int
+
+
+@dataclass(frozen=True)
+class Numerics:
+    """Block shapes of the invariant forward (unused when `mode` is "plain").
+
+    One run must use one `Numerics` everywhere: two block shapes are two sets of bits.
+
+    token_block: tokens per matmul block.
+    row_block, query_block, key_block: rows, queries of a row and keys per attention block.
+    """
+
+    mode: Literal["plain", "invariant"] = "plain"
+    token_block: int = 64
+    row_block: int = 16
+    query_block: int = 4
+    key_block: int = 64
+
+    @property
+    def invariant(self) -> bool:
+        return self.mode == "invariant"
+
+
+def opaque_int(value: int) -> Int[Array, ""]:
+    """`value` as a number that the compiler cannot see.
+
+    A loop whose trip count is known may be inlined into, and fused with, the
+    program around it. With a count known only at run time its body is compiled
+    by itself.
+    """
+    return lax.optimization_barrier(jnp.int32(value))
+
+
+def isolated(fn: Callable[..., Any], *args: Any) -> Any:
+    """`fn(*args)` compiled as a computation of its own, so that its bits do not depend on its surroundings."""
+    shapes = jax.eval_shape(fn, *args)
+    empty = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
+    return lax.fori_loop(0, opaque_int(1), lambda _, __: fn(*args), empty)
+
+
+def _leading(inputs: tuple[Array, ...]) -> int:
+    return inputs[0].shape[0]
+
+
+def _loop_over_blocks(fn: Callable[..., Any], block: int, weights: Any, inputs: tuple[Array, ...]) -> Any:
+    """Apply `fn` to blocks of `block` tokens; a last block that does not fit overlaps the one before it."""
+    count = _leading(inputs)
+    if count < block:
+        padded = tuple(jnp.pad(x, [(0, block - count)] + [(0, 0)] * (x.ndim - 1)) for x in inputs)
+        outputs = _loop_over_blocks(fn, block, weights, padded)
+        return jax.tree.map(lambda y: y[:count], outputs)
+
+    def take(start: Int[Array, ""]) -> tuple[Array, ...]:
+        return tuple(lax.dynamic_slice_in_dim(x, start, block) for x in inputs)
+
+    shapes = jax.eval_shape(fn, weights, *jax.eval_shape(take, jnp.int32(0)))
+    outputs = jax.tree.map(lambda s: jnp.zeros((count, *s.shape[1:]), s.dtype), shapes)
+
+    def body(i: Int[Array, ""], outputs: Any) -> Any:
+        start = jnp.minimum(i * block, count - block)
+        blocks = fn(weights, *take(start))
+        return jax.tree.map(lambda y, b: lax.dynamic_update_slice_in_dim(y, b, start, 0), outputs, blocks)
+
+    return lax.fori_loop(0, opaque_int(-(-count // block)), body, outputs)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _blocked(fn: Callable[..., Any], block: int, weights: Any, inputs: tuple[Array, ...]) -> Any:
+    return _loop_over_blocks(fn, block, weights, inputs)
+
+
+def _blocked_fwd(fn: Callable[..., Any], block: int, weights: Any, inputs: tuple[Array, ...]) -> Any:
+    return _loop_over_blocks(fn, block, weights, inputs), (weights, inputs)
+
+
+def _blocked_bwd(fn: Callable[..., Any], block: int, residuals: Any, cotangents: Any) -> Any:
+    # The gradient need not be invariant, so it is that of the plain function,
+    # recomputed from the block's inputs.
+    weights, inputs = residuals
+    _, pullback = jax.vjp(lambda w, x: fn(w, *x), weights, inputs)
+    return pullback(cotangents)
+
+
+_blocked.defvjp(_blocked_fwd, _blocked_bwd)
+
+
+def map_tokens(fn: Callable[..., Any], weights: Any, inputs: tuple[Array, ...], numerics: Numerics) -> Any:
+    """`fn(weights, *inputs)` for a function that treats every token (leading axis) by itself.
+
+    Args:
+        fn: token-wise function; it may not close over traced arrays.
+        weights: pytree shared by all tokens.
+        inputs: arrays whose leading axis is the token.
+        numerics: plain, or in blocks of `token_block` tokens.
+
+    Returns:
+        What `fn` returns; every leaf has the token as its leading axis.
+    """
+    if not numerics.invariant:
+        return fn(weights, *inputs)
+    return _blocked(fn, numerics.token_block, weights, inputs)

@@ -1,0 +1,210 @@
+"""The policy: a decoder-only transformer as pure functions.
+
+One `forward` serves training and prefill (every row from position 0) and cached
+decoding (a few new tokens per row). Steps:
+
+1. embed the new tokens;
+2. per layer: project to queries, keys and values; write the keys and values
+   into the cache; attend; mix back and apply the MLP;
+3. return the residual stream after the last layer, before the final norm, and
+   at any other boundary asked for.
+
+`log_probs` turns hidden states into the policy's law over the next token.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+from jaxtyping import Array, Float, Int
+
+from specrl_jax.models.attention import attention
+from specrl_jax.models.cache import KVCache, init_cache, write_slots
+from specrl_jax.models.config import PolicyConfig
+from specrl_jax.models.numerics import Numerics, map_tokens
+from specrl_jax.models.params import LayerParams, PolicyParams
+from specrl_jax.models.rope import apply_rope, rope_angles
+
+
+@struct.dataclass
+class TokenBatch:
+    """New tokens, each with its row and its position; position -1 is padding.
+
+    tokens, rows, positions: `[n]`. A row's tokens stand in order of position.
+    num_rows: rows of the cache they belong to.
+    max_queries: most new tokens that any row has.
+    is_grid: token `n` is query `n % max_queries` of row `n // max_queries`. Otherwise
+        tokens are packed: rows may bring different numbers of tokens without padding.
+    """
+
+    tokens: Int[Array, "n"]
+    rows: Int[Array, "n"]
+    positions: Int[Array, "n"]
+    num_rows: int = struct.field(pytree_node=False)
+    max_queries: int = struct.field(pytree_node=False)
+    is_grid: bool = struct.field(pytree_node=False, default=True)
+
+
+def grid_batch(tokens: Int[Array, "r q"], positions: Int[Array, "r q"]) -> TokenBatch:
+    """`q` new tokens for each of `r` rows; position -1 marks padding."""
+    rows, queries = tokens.shape
+    row_ids = jnp.repeat(jnp.arange(rows, dtype=jnp.int32), queries)
+    return TokenBatch(tokens.reshape(-1), row_ids, positions.reshape(-1), rows, queries)
+
+
+def sequence_positions(lengths: Int[Array, "b"], width: int) -> Int[Array, "b t"]:
+    """Positions `0..length-1` of right-padded sequences, -1 beyond."""
+    steps = jnp.arange(width, dtype=jnp.int32)[None]
+    return jnp.where(steps < lengths[:, None], steps, -1)
+
+
+@struct.dataclass
+class ForwardOutput:
+    """hidden: residual stream after the last layer, before the final norm, `[n, d]`.
+
+    features: residual streams at the requested boundaries, concatenated, `[n, boundaries * d]`.
+    cache: the cache with the new tokens written (its `length` is not advanced), or None.
+    """
+
+    hidden: Float[Array, "n d"]
+    features: Float[Array, "n bd"] | None
+    cache: KVCache | None
+
+
+def rms_norm(x: Float[Array, "*n d"], weight: Float[Array, "d"], eps: float) -> Float[Array, "*n d"]:
+    """Root-mean-square norm with float32 statistics (Zhang and Sennrich, arXiv 1910.07467)."""
+    wide = x.astype(jnp.float32)
+    scale = jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
+    return (wide * scale).astype(x.dtype) * jnp.expand_dims(weight, range(x.ndim - 1))
+
+
+def swiglu(
+    x: Float[Array, "n d"], gate: Float[Array, "d f"], up: Float[Array, "d f"], down: Float[Array, "f d"]
+) -> Float[Array, "n d"]:
+    """Gated MLP (Shazeer, arXiv 2002.05202)."""
+    return (jax.nn.silu(x @ gate) * (x @ up)) @ down
+
+
+def _project_qkv(
+    config: PolicyConfig, layer: LayerParams, x: Float[Array, "n d"], positions: Int[Array, "n"]
+) -> tuple[Float[Array, "n h c"], Float[Array, "n g c"], Float[Array, "n g c"]]:
+    normed = rms_norm(x, layer.attn_norm, config.rms_norm_eps)
+    q, k, v = normed @ layer.q_proj, normed @ layer.k_proj, normed @ layer.v_proj
+    if layer.q_bias is not None and layer.k_bias is not None and layer.v_bias is not None:
+        q, k, v = q + layer.q_bias[None], k + layer.k_bias[None], v + layer.v_bias[None]
+    q, k, v = (y.reshape(x.shape[0], -1, config.head_dim) for y in (q, k, v))
+    if layer.q_norm is not None and layer.k_norm is not None:
+        q, k = rms_norm(q, layer.q_norm, config.rms_norm_eps), rms_norm(k, layer.k_norm, config.rms_norm_eps)
+    cos, sin = rope_angles(positions, config.rope, config.head_dim)
+    return apply_rope(q, cos, sin), apply_rope(k, cos, sin), v
+
+
+def _mix_and_mlp(
+    config: PolicyConfig, layer: LayerParams, x: Float[Array, "n d"], attended: Float[Array, "n h c"]
+) -> Float[Array, "n d"]:
+    x = x + attended.reshape(x.shape[0], -1) @ layer.o_proj
+    normed = rms_norm(x, layer.mlp_norm, config.rms_norm_eps)
+    return x + swiglu(normed, layer.gate_proj, layer.up_proj, layer.down_proj)
+
+
+def _to_grid(x: Array, batch: TokenBatch, queries: Int[Array, "n"], fill: int = 0) -> Array:
+    if batch.is_grid:
+        return x.reshape(batch.num_rows, batch.max_queries, *x.shape[1:])
+    grid = jnp.full((batch.num_rows, batch.max_queries, *x.shape[1:]), fill, x.dtype)
+    slots = jnp.where(batch.positions < 0, batch.max_queries, queries)
+    return grid.at[batch.rows, slots].set(x, mode="drop")
+
+
+def _from_grid(grid: Array, batch: TokenBatch, queries: Int[Array, "n"]) -> Array:
+    if batch.is_grid:
+        return grid.reshape(-1, *grid.shape[2:])
+    return grid.at[batch.rows, queries].get(mode="clip")
+
+
+def forward(
+    params: PolicyParams,
+    config: PolicyConfig,
+    batch: TokenBatch,
+    *,
+    numerics: Numerics,
+    cache: KVCache | None = None,
+    boundaries: tuple[int, ...] = (),
+) -> ForwardOutput:
+    """Residual streams of new tokens.
+
+    Args:
+        params, config: the policy.
+        batch: the new tokens. With a cache, a row's first new token stands at position
+            `cache.length[row]`; without one, at position 0, and the batch must be a grid.
+        numerics: plain or invariant.
+        cache: keys and values of the tokens before these.
+        boundaries: residual-stream boundaries to return as features: 0 is the embedding,
+            `b` the output of the first `b` layers (`output_hidden_states[b]` in transformers).
+    """
+    if cache is None and not batch.is_grid:
+        raise ValueError("a forward without a cache needs a grid of tokens")
+    if any(b < 0 or b > config.num_layers for b in boundaries):
+        raise ValueError(f"boundaries {boundaries} must lie in 0..{config.num_layers}, the policy's layers")
+    start = jnp.int32(0) if cache is None else cache.length.at[batch.rows].get(mode="clip")
+    queries = batch.positions - start
+    grid_positions = _to_grid(batch.positions, batch, queries, fill=-1)
+    angles_at = jnp.maximum(batch.positions, 0)
+
+    x = params.embed[batch.tokens]
+    streams = [x]
+    keys, values = [], []
+    for i, layer in enumerate(params.layers):
+        q, k, v = map_tokens(functools.partial(_project_qkv, config), layer, (x, angles_at), numerics)
+        if cache is None:
+            k_all, v_all = (_to_grid(y, batch, queries).transpose(0, 2, 1, 3) for y in (k, v))
+        else:
+            k_all = write_slots(cache.keys[i], k, batch.rows, batch.positions)
+            v_all = write_slots(cache.values[i], v, batch.rows, batch.positions)
+        keys.append(k_all)
+        values.append(v_all)
+        attended = attention(_to_grid(q, batch, queries), k_all, v_all, grid_positions, numerics)
+        attended = _from_grid(attended, batch, queries)
+        x = map_tokens(functools.partial(_mix_and_mlp, config), layer, (x, attended), numerics)
+        streams.append(x)
+    features = jnp.concatenate([streams[b] for b in boundaries], axis=-1) if boundaries else None
+    new_cache = None if cache is None else cache.replace(keys=tuple(keys), values=tuple(values))
+    return ForwardOutput(x, features, new_cache)
+
+
+def head_weights(params: PolicyParams) -> tuple[Float[Array, "d"], Float[Array, "v d"] | Float[Array, "d v"], bool]:
+    """Final norm, output projection, and whether the projection is the (transposed) embedding."""
+    if params.head is None:
+        return params.final_norm, params.embed, True
+    return params.final_norm, params.head, False
+
+
+def token_logits(
+    config: PolicyConfig, tied: bool, weights: tuple[Array, Array], hidden: Float[Array, "n d"]
+) -> Float[Array, "n v"]:
+    """Float32 logits of hidden states; a token-wise function for `map_tokens`."""
+    norm, head = weights
+    normed = rms_norm(hidden, norm, config.rms_norm_eps)
+    equation = "nd,vd->nv" if tied else "nd,dv->nv"
+    return jnp.einsum(equation, normed, head, preferred_element_type=jnp.float32)
+
+
+def logits(
+    params: PolicyParams, config: PolicyConfig, hidden: Float[Array, "n d"], numerics: Numerics
+) -> Float[Array, "n v"]:
+    """Float32 logits of the next token, from `ForwardOutput.hidden`."""
+    *weights, tied = head_weights(params)
+    return map_tokens(functools.partial(token_logits, config, tied), tuple(weights), (hidden,), numerics)
+
+
+def policy_cache(config: PolicyConfig, rows: int, capacity: int, numerics: Numerics) -> KVCache:
+    """An empty cache for this policy."""
+    return init_cache(
+        num_layers=config.num_layers,
+        num_kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        rows=rows,
+        capacity=capacity,
+        dtype=jnp.dtype(config.dtype),
+        numerics=numerics,
+    )

@@ -1,0 +1,27 @@
+"""Strict JAX for every test: no silent promotion, eight virtual devices, no hub."""
+
+import os
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+import flax.struct as struct
+import jax
+
+jax.config.update("jax_num_cpu_devices", 8)
+jax.config.update("jax_numpy_dtype_promotion", "strict")
+jax.config.update("jax_numpy_rank_promotion", "raise")
+
+_dataclass = struct.dataclass
+
+
+def _unchecked_dataclass(cls=None, **kwargs):
+    """JAX rebuilds pytrees with leaves that are no arrays (shapes, specs): do not type-check the constructor."""
+    if cls is None:
+        return lambda c: _unchecked_dataclass(c, **kwargs)
+    built = _dataclass(cls, **kwargs)
+    built.__no_type_check__ = True
+    return built
+
+
+struct.dataclass = _unchecked_dataclass

@@ -1,0 +1,298 @@
+"""Speculative rollouts in one compiled program.
+
+1. Prefill every prompt once; its samples share the result.
+2. Rounds, in `lax.while_loop`s without the host: the drafter proposes `k` tokens
+   per row, one policy forward scores them, and `match` verification emits the
+   policy's own samples for as long as the drafts equal them. With `k = 0` the
+   same code is plain autoregressive decoding.
+3. As sequences end, the live rows move into a smaller batch (the ladder).
+
+Because the emitted token is always the policy's draw with noise keyed by
+(sequence, position), neither the drafter, nor the draft length, nor the row a
+sequence sits in can change what comes out.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+from jax import lax
+from jaxtyping import Array, Bool, Int, UInt32
+
+from specrl_jax.data.prompts import Prompts
+from specrl_jax.drafters.protocol import Drafter
+from specrl_jax.errors import InputError
+from specrl_jax.models.cache import KVCache
+from specrl_jax.models.config import PolicyConfig
+from specrl_jax.models.numerics import Numerics
+from specrl_jax.models.params import PolicyParams
+from specrl_jax.models.policy import TokenBatch, forward, grid_batch, policy_cache, sequence_positions
+from specrl_jax.rollout.sampling import SamplingLaw, TokenLaw, sample_tokens
+from specrl_jax.rollout.trajectory import RolloutStats, Trajectory
+from specrl_jax.rollout.verification import Verdict, match
+
+
+@dataclass(frozen=True)
+class RolloutConfig:
+    """max_new_tokens: response tokens at most, end token included.
+
+    samples_per_prompt: size of a prompt's group.
+    draft_length: drafts per round, 0 for autoregressive decoding.
+    end_ids: tokens that close a response.
+    law: the sampling law.
+    ladder: fractions of the batch that the live rows are compacted into, in order.
+    """
+
+    max_new_tokens: int
+    samples_per_prompt: int
+    draft_length: int
+    end_ids: tuple[int, ...]
+    law: SamplingLaw = SamplingLaw()
+    ladder: tuple[float, ...] = (1.0, 0.5, 0.25, 0.125, 0.0625)
+
+    def __post_init__(self) -> None:
+        for name, least in (("max_new_tokens", 1), ("samples_per_prompt", 1), ("draft_length", 0)):
+            if getattr(self, name) < least:
+                raise InputError(f"rollout {name} is {getattr(self, name)}; it must be at least {least}")
+        if not self.end_ids:
+            raise InputError("rollout end_ids is empty; name at least one end token")
+
+    def rungs(self, rows: int) -> tuple[int, ...]:
+        """Batch sizes of the ladder for `rows` sequences, largest first."""
+        sizes = {max(1, math.ceil(rows * fraction)) for fraction in (1.0, *self.ladder)}
+        return tuple(sorted(sizes, reverse=True))
+
+
+@struct.dataclass
+class Rows:
+    """State of the rows of one rung; the row is the leading axis of every leaf.
+
+    cache: the policy's keys and values; `cache.length` tokens count.
+    drafter: the drafter's state, or None.
+    sequence: which sequence the row holds, `[r]`.
+    keys: its noise key, `[r, 2]`.
+    last_token: its newest token, emitted but not yet in the cache, `[r]`.
+    emitted: response tokens so far, `[r]`.
+    done: `[r]`.
+    """
+
+    cache: KVCache
+    drafter: Any
+    sequence: Int[Array, "r"]
+    keys: UInt32[Array, "r 2"]
+    last_token: Int[Array, "r"]
+    emitted: Int[Array, "r"]
+    done: Bool[Array, "r"]
+
+
+def _is_end(tokens: Array, end_ids: tuple[int, ...]) -> Array:
+    return jnp.isin(tokens, jnp.asarray(end_ids, jnp.int32))
+
+
+def _empty_trajectory(prompts: Prompts, config: RolloutConfig) -> Trajectory:
+    count = prompts.tokens.shape[0] * config.samples_per_prompt
+    zero = jnp.int32(0)
+    stats = RolloutStats(zero, zero, zero, zero, jnp.zeros((config.draft_length,), jnp.int32), zero)
+    return Trajectory(
+        prompts=prompts,
+        tokens=jnp.zeros((count, config.max_new_tokens), jnp.int32),
+        log_probs=jnp.zeros((count, config.max_new_tokens), jnp.float32),
+        lengths=jnp.zeros((count,), jnp.int32),
+        ended=jnp.zeros((count,), bool),
+        entropy_sum=jnp.float32(0.0),
+        stats=stats,
+    )
+
+
+def _emit(
+    trajectory: Trajectory, rows: Rows, law: TokenLaw, counts: Int[Array, "r"], end_ids: tuple[int, ...]
+) -> tuple[Trajectory, Rows]:
+    """Append the first `counts[r]` tokens of every row to its sequence and advance the row."""
+    width = law.token.shape[0] // counts.shape[0]
+    token, log_prob, entropy = (x.reshape(-1, width) for x in (law.token, law.log_prob, law.entropy))
+    offsets = jnp.arange(width, dtype=jnp.int32)[None]
+    emitted_here = offsets < counts[:, None]
+    slots = jnp.where(emitted_here, rows.emitted[:, None] + offsets, trajectory.tokens.shape[1])
+    where = (rows.sequence[:, None], slots)
+    emitted = rows.emitted + counts
+    ended = jnp.any(_is_end(token, end_ids) & emitted_here, axis=1)
+    newest = jnp.take_along_axis(token, jnp.maximum(counts - 1, 0)[:, None], axis=1)[:, 0]
+    trajectory = trajectory.replace(
+        tokens=trajectory.tokens.at[where].set(token, mode="drop"),
+        log_probs=trajectory.log_probs.at[where].set(log_prob, mode="drop"),
+        lengths=trajectory.lengths.at[rows.sequence].add(counts),
+        ended=trajectory.ended.at[rows.sequence].max(ended),
+        entropy_sum=trajectory.entropy_sum + jnp.sum(jnp.where(emitted_here, entropy, 0.0)),
+    )
+    rows = rows.replace(
+        last_token=jnp.where(counts > 0, newest, rows.last_token),
+        emitted=emitted,
+        done=rows.done | ended | (emitted >= trajectory.tokens.shape[1]),
+    )
+    return trajectory, rows
+
+
+def _count_round(stats: RolloutStats, verdict: Verdict, live: Bool[Array, "r"], drafts: int) -> RolloutStats:
+    stats = stats.replace(steps=stats.steps + jnp.sum(live))
+    if drafts == 0:
+        return stats
+    whole, cut = live & ~verdict.cut, live & verdict.cut
+    reached = verdict.accepted[:, None] > jnp.arange(drafts, dtype=jnp.int32)[None]
+    return stats.replace(
+        rounds=stats.rounds + jnp.sum(whole),
+        accepted=stats.accepted + jnp.sum(jnp.where(whole, verdict.accepted, 0)),
+        cut_rounds=stats.cut_rounds + jnp.sum(cut),
+        cut_accepted=stats.cut_accepted + jnp.sum(jnp.where(cut, verdict.accepted, 0)),
+        accepted_at=stats.accepted_at + jnp.sum(reached & whole[:, None], axis=0, dtype=jnp.int32),
+    )
+
+
+@dataclass(frozen=True)
+class RolloutEngine:
+    """A policy, an optional drafter and how they run; the static part of a rollout."""
+
+    policy: PolicyConfig
+    config: RolloutConfig
+    numerics: Numerics
+    drafter: Drafter | None = None
+
+    def __post_init__(self) -> None:
+        if self.config.draft_length > 0 and self.drafter is None:
+            raise InputError(f"draft length is {self.config.draft_length} without a drafter; give one or use 0")
+
+    @property
+    def speculative(self) -> bool:
+        return self.config.draft_length > 0
+
+    @property
+    def _boundaries(self) -> tuple[int, ...]:
+        return self.drafter.boundaries if self.drafter is not None and self.speculative else ()
+
+    def _propose(self, params: PolicyParams, draft_params: Any, rows: Rows) -> Int[Array, "r k"]:
+        """Drafts for the next `k` response positions, drawn with the policy's noise at those positions."""
+        law = self.config.law
+        if self.drafter is None or not self.speculative:
+            return jnp.zeros((rows.done.shape[0], 0), jnp.int32)
+
+        def choose(logits: Array, target_ids: Array, step: int | Array) -> Array:
+            position = rows.emitted + jnp.asarray(step, jnp.int32)
+            return target_ids[law.choose(law.log_law(logits), rows.keys, position, target_ids)]
+
+        return self.drafter.propose(draft_params, params.embed, rows.drafter, self.config.draft_length, choose)
+
+    def _round(
+        self, params: PolicyParams, draft_params: Any, rows: Rows, trajectory: Trajectory
+    ) -> tuple[Rows, Trajectory]:
+        width = self.config.draft_length + 1
+        drafts = self._propose(params, draft_params, rows)
+        tokens = jnp.concatenate([rows.last_token[:, None], drafts], axis=1)
+        offsets = jnp.arange(width, dtype=jnp.int32)[None]
+        # A finished row, and drafts beyond the last position, are padding.
+        wanted = ~rows.done[:, None] & (rows.emitted[:, None] + offsets < self.config.max_new_tokens)
+        positions = jnp.where(wanted, rows.cache.length[:, None] + offsets, -1)
+        out, law = self._forward_and_sample(params, rows, grid_batch(tokens, positions), width)
+        live = ~rows.done
+        verdict = match(
+            drafts,
+            law.token.reshape(-1, width),
+            ends=_is_end(law.token, self.config.end_ids).reshape(-1, width),
+            room=jnp.where(live, self.config.max_new_tokens - rows.emitted, 0),
+        )
+        drafter = rows.drafter
+        if self.drafter is not None and self.speculative:
+            features = out.features.reshape(*tokens.shape, -1)
+            emitted = law.token.reshape(-1, width)
+            drafter = self.drafter.commit(draft_params, params.embed, drafter, emitted, features, verdict.counts)
+        trajectory = trajectory.replace(
+            stats=_count_round(trajectory.stats, verdict, live, self.config.draft_length)
+        )
+        trajectory, rows = _emit(trajectory, rows, law, verdict.counts, self.config.end_ids)
+        cache = out.cache.replace(length=rows.cache.length + verdict.counts)
+        return rows.replace(cache=cache, drafter=drafter), trajectory
+
+    def _forward_and_sample(
+        self, params: PolicyParams, rows: Rows, batch: TokenBatch, width: int
+    ) -> tuple[Any, TokenLaw]:
+        out = forward(
+            params, self.policy, batch, numerics=self.numerics, cache=rows.cache, boundaries=self._boundaries
+        )
+        keys = jnp.repeat(rows.keys, width, axis=0)
+        draws = (rows.emitted[:, None] + jnp.arange(width, dtype=jnp.int32)[None]).reshape(-1)
+        law = sample_tokens(params, self.policy, self.config.law, out.hidden, keys, draws, self.numerics)
+        return out, law
+
+    def _prefill(
+        self, params: PolicyParams, draft_params: Any, prompts: Prompts, keys: UInt32[Array, "b 2"]
+    ) -> tuple[Rows, Trajectory]:
+        """Read every prompt once, hand the result to its samples, and draw their first tokens."""
+        groups, width = prompts.tokens.shape
+        samples, capacity = self.config.samples_per_prompt, width + self.config.max_new_tokens
+        cache = policy_cache(self.policy, groups, capacity, self.numerics)
+        batch = grid_batch(prompts.tokens, sequence_positions(prompts.lengths, width))
+        out = forward(params, self.policy, batch, numerics=self.numerics, cache=cache, boundaries=self._boundaries)
+
+        def last(x: Array) -> Array:
+            grid = x.reshape(groups, width, -1)
+            return jnp.take_along_axis(grid, (prompts.lengths - 1)[:, None, None], axis=1)
+
+        def share(tree: Any) -> Any:
+            return jax.tree.map(lambda x: jnp.repeat(x, samples, axis=0), tree)
+
+        count = groups * samples
+        first = jnp.zeros((count,), jnp.int32)
+        hidden = share(last(out.hidden)[:, 0])
+        law = sample_tokens(params, self.policy, self.config.law, hidden, keys, first, self.numerics)
+        rows = Rows(
+            cache=share(out.cache.replace(length=prompts.lengths)),
+            drafter=None,
+            sequence=jnp.arange(count, dtype=jnp.int32),
+            keys=keys,
+            last_token=first,
+            emitted=first,
+            done=jnp.zeros((count,), bool),
+        )
+        ones = jnp.ones((count,), jnp.int32)
+        trajectory, rows = _emit(_empty_trajectory(prompts, self.config), rows, law, ones, self.config.end_ids)
+        if self.drafter is not None and self.speculative:
+            state = self.drafter.init_state(groups, capacity)
+            features = out.features.reshape(groups, width, -1)
+            if width > 1:
+                shifted, counts = prompts.tokens[:, 1:], prompts.lengths - 1
+                state = self.drafter.commit(draft_params, params.embed, state, shifted, features[:, :-1], counts)
+            newest = (law.token[:, None], share(last(out.features)), ones)
+            state = self.drafter.commit(draft_params, params.embed, share(state), *newest)
+            rows = rows.replace(drafter=state)
+        return rows, trajectory
+
+    def rollout(
+        self, params: PolicyParams, draft_params: Any, prompts: Prompts, keys: UInt32[Array, "b 2"]
+    ) -> Trajectory:
+        """Sample `samples_per_prompt` responses to every prompt.
+
+        Args:
+            params: the policy's.
+            draft_params: the drafter's, or None when the draft length is 0.
+            prompts: `g` prompts.
+            keys: noise key of every sequence, `b = g * samples_per_prompt`, group-major
+                (`specrl_jax.rollout.noise.sequence_keys`).
+        """
+        rows, trajectory = self._prefill(params, draft_params, prompts, keys)
+        rungs = self.config.rungs(rows.done.shape[0])
+        for size, next_size in zip(rungs, (*rungs[1:], 0), strict=True):
+            live_first = jnp.argsort(rows.done, stable=True)[:size]
+            rows = jax.tree.map(lambda x, order=live_first: x[order], rows) if size != rungs[0] else rows
+
+            def more_live_than_next_rung(
+                state: tuple[Rows, Trajectory], threshold: int = next_size
+            ) -> Bool[Array, ""]:
+                return jnp.sum(~state[0].done) > threshold
+
+            rows, trajectory = lax.while_loop(
+                more_live_than_next_rung,
+                lambda state: self._round(params, draft_params, *state),
+                (rows, trajectory),
+            )
+        return trajectory

@@ -1,0 +1,78 @@
+"""Gumbel noise from a counter: every draw is keyed by what it is for, never by where it runs.
+
+The key of a sequence is 64 bits from (seed, purpose, policy update, dataset row,
+sample, attempt). The noise of a token then depends on that key, on the token's
+position in the response and on the token's id. Only integer arithmetic precedes
+the last two logarithms, so backend, batch, mesh and draft length leave it alone.
+"""
+
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int, UInt32
+
+Purpose = Literal["rollout", "evaluation", "draft_data"]
+_PURPOSES = {"rollout": 0, "evaluation": 1, "draft_data": 2}
+
+
+def sequence_keys(
+    seed: int | Int[Array, ""],
+    purpose: Purpose,
+    update: int | Int[Array, ""],
+    row_ids: UInt32[Array, "b"],
+    samples: Int[Array, "b"],
+    attempt: int = 0,
+) -> UInt32[Array, "b 2"]:
+    """Noise keys of sequences.
+
+    Args:
+        seed: of the run.
+        purpose: what the sequences are for; purposes never share noise.
+        update: policy update index when the prompt was issued.
+        row_ids: dataset row (or problem counter) of each sequence, never a batch slot.
+        samples: index of each sequence within its group.
+        attempt: raised when a prompt is sampled again.
+    """
+    key = jax.random.key(seed, impl="threefry2x32")
+    for word in (_PURPOSES[purpose], update, attempt):
+        key = jax.random.fold_in(key, word)
+
+    def one(row_id: UInt32[Array, ""], sample: Int[Array, ""]) -> UInt32[Array, "2"]:
+        return jax.random.key_data(jax.random.fold_in(jax.random.fold_in(key, row_id), sample))
+
+    return jax.vmap(one)(row_ids, samples)
+
+
+def _mix(x: Array) -> Array:
+    """Bijective 32-bit finaliser with low bias (the constants of C. Wellons' `lowbias32`)."""
+    x = (x ^ (x >> jnp.uint32(16))) * jnp.uint32(0x7FEB352D)
+    x = (x ^ (x >> jnp.uint32(15))) * jnp.uint32(0x846CA68B)
+    return x ^ (x >> jnp.uint32(16))
+
+
+def random_bits(
+    keys: UInt32[Array, "n 2"], positions: Int[Array, "n"], token_ids: Int[Array, "v"]
+) -> UInt32[Array, "n v"]:
+    """32 bits for every (sequence, position, token)."""
+    position = _mix(positions.astype(jnp.uint32) * jnp.uint32(0x9E3779B9) + jnp.uint32(0x85EBCA6B))
+    first = _mix(keys[:, 0] + position)
+    second = _mix(keys[:, 1] ^ _mix(position + first))
+    ids = token_ids.astype(jnp.uint32)[None] * jnp.uint32(0x9E3779B9)
+    return _mix(_mix(ids + first[:, None]) ^ second[:, None])
+
+
+def gumbel_noise(
+    keys: UInt32[Array, "n 2"], positions: Int[Array, "n"], token_ids: Int[Array, "v"]
+) -> Float[Array, "n v"]:
+    """Standard Gumbel noise `-log(-log(1 - u))` in float32.
+
+    Args:
+        keys: from `sequence_keys`.
+        positions: index of the drawn token in its response, from 0.
+        token_ids: vocabulary entries that take part (all of them, or a draft vocabulary).
+    """
+    bits = random_bits(keys, positions, token_ids).astype(jnp.float32)
+    # u is fine-grained near 0, where the large draws that decide an argmax come from.
+    u = jnp.clip((bits + 0.5) * 2.0**-32, 2.0**-33, 1.0 - 2.0**-24)
+    return -jnp.log(-jnp.log1p(-u))

@@ -1,0 +1,89 @@
+"""What a rollout returns, and the sequences that training reads."""
+
+import jax.numpy as jnp
+from flax import struct
+from jaxtyping import Array, Bool, Float, Int
+
+from specrl_jax.data.prompts import Prompts
+
+
+@struct.dataclass
+class RolloutStats:
+    """Counts of one rollout (int32), summed over rows.
+
+    A round is one verification of one row that had at least one draft. A round is cut when an end
+    token or the maximum length stops it before its matching drafts are used up; cut rounds are
+    counted apart, so that they do not bias the acceptance length.
+
+    rounds, accepted: rounds that were not cut, and drafts accepted in them.
+    cut_rounds, cut_accepted: the same for rounds that were cut.
+    accepted_at: uncut rounds that accepted their draft `i`, `[k]`.
+    steps: forwards of a live row after prefill (rounds, or single-token steps at k = 0).
+    """
+
+    rounds: Int[Array, ""]
+    accepted: Int[Array, ""]
+    cut_rounds: Int[Array, ""]
+    cut_accepted: Int[Array, ""]
+    accepted_at: Int[Array, "k"]
+    steps: Int[Array, ""]
+
+
+@struct.dataclass
+class Trajectory:
+    """Responses of a batch of prompts; `b` = prompts x samples, the samples of a prompt side by side.
+
+    prompts: as given.
+    tokens: response tokens, end token included, 0 beyond `lengths`, `[b, t]`.
+    log_probs: of those tokens under the policy's sampling law, float32, 0 beyond, `[b, t]`.
+    lengths: response tokens, `[b]`.
+    ended: whether the response closed with an end token; otherwise it was truncated, `[b]`.
+    entropy_sum: entropy of the law in nats, summed over all response tokens, `[]`.
+    stats: speculation counts.
+    """
+
+    prompts: Prompts
+    tokens: Int[Array, "b t"]
+    log_probs: Float[Array, "b t"]
+    lengths: Int[Array, "b"]
+    ended: Bool[Array, "b"]
+    entropy_sum: Float[Array, ""]
+    stats: RolloutStats
+
+
+@struct.dataclass
+class Sequences:
+    """Prompt and response in one row, from position 0.
+
+    tokens: `[b, t]`, 0 beyond `lengths`.
+    lengths: tokens of prompt and response, `[b]`.
+    mask: True where the token is a response token, `[b, t]`.
+    log_probs: rollout log-probability of each response token, 0 elsewhere, `[b, t]`.
+    """
+
+    tokens: Int[Array, "b t"]
+    lengths: Int[Array, "b"]
+    mask: Bool[Array, "b t"]
+    log_probs: Float[Array, "b t"]
+
+
+def to_sequences(trajectory: Trajectory) -> Sequences:
+    """Join every response to its prompt."""
+    samples = trajectory.tokens.shape[0] // trajectory.prompts.tokens.shape[0]
+    prompt_tokens = jnp.repeat(trajectory.prompts.tokens, samples, axis=0)
+    prompt_lengths = jnp.repeat(trajectory.prompts.lengths, samples, axis=0)
+    width = prompt_tokens.shape[1] + trajectory.tokens.shape[1]
+    slots = jnp.arange(width, dtype=jnp.int32)[None]
+    response_slot = slots - prompt_lengths[:, None]
+    in_response = (response_slot >= 0) & (response_slot < trajectory.lengths[:, None])
+    from_prompt = jnp.pad(prompt_tokens, ((0, 0), (0, trajectory.tokens.shape[1])))
+    reach = jnp.clip(response_slot, 0, trajectory.tokens.shape[1] - 1)
+    from_response = jnp.take_along_axis(trajectory.tokens, reach, axis=1)
+    log_probs = jnp.take_along_axis(trajectory.log_probs, reach, axis=1)
+    tokens = jnp.where(in_response, from_response, jnp.where(response_slot < 0, from_prompt, 0))
+    return Sequences(
+        tokens=tokens,
+        lengths=prompt_lengths + trajectory.lengths,
+        mask=in_response,
+        log_probs=jnp.where(in_response, log_probs, 0.0),
+    )

@@ -1,0 +1,233 @@
+"""EAGLE-3 draft head (Li et al., arXiv 2503.01840): forward, cache, commit and propose.
+
+Slot `p` holds the token `x_{p+1}` and a hidden state `h`; its logits predict
+`x_{p+2}`. The hidden state of a committed pair is `fc(g_p)`, of a drafted token
+the head's own output one step earlier. One layer, with rotary position `p`:
+
+    x  = concat(norm(embed[token]), norm(h))      embedding first
+    h1 = h + attention(x) o_proj                  residual: h itself, not its norm
+    h2 = h1 + mlp(norm(h1))                       fed back as it is, not normalised
+    logits = norm(h2) lm_head
+
+Keys and values of a slot depend on its pair only, so `commit` projects all new
+pairs but attends for the last one alone. Its numerics are always plain: a draft
+decides how many tokens a round emits, never which.
+"""
+
+from dataclasses import dataclass
+
+import jax.numpy as jnp
+from flax import struct
+from jaxtyping import Array, Float, Int
+
+from specrl_jax.drafters.eagle3_params import Eagle3Config, Eagle3Params, Eagle3Weights
+from specrl_jax.drafters.protocol import Choose
+from specrl_jax.models.attention import attention
+from specrl_jax.models.cache import KVCache, init_cache, write_slots
+from specrl_jax.models.numerics import Numerics
+from specrl_jax.models.policy import rms_norm, swiglu
+from specrl_jax.models.rope import apply_rope, rope_angles
+
+_PLAIN = Numerics(mode="plain", key_block=8)
+_MASKED = -1e30
+
+
+@struct.dataclass
+class Eagle3State:
+    """cache: keys and values of the committed pairs. hidden: `h2` of each row's last committed pair, `[r, d]`."""
+
+    cache: KVCache
+    hidden: Float[Array, "r d"]
+
+    @property
+    def length(self) -> Int[Array, "r"]:
+        """Committed pairs of each row."""
+        return self.cache.length
+
+
+def attention_input(
+    config: Eagle3Config,
+    weights: Eagle3Weights,
+    embed: Float[Array, "v d"],
+    tokens: Int[Array, "n"],
+    hidden: Float[Array, "n d"],
+) -> Float[Array, "n ed"]:
+    """Normalised embedding beside normalised hidden state."""
+    embedded = embed[tokens].astype(hidden.dtype)
+    embedded = rms_norm(embedded, weights.embed_norm, config.rms_norm_eps)
+    return jnp.concatenate([embedded, rms_norm(hidden, weights.hidden_norm, config.rms_norm_eps)], axis=-1)
+
+
+def project_queries(
+    config: Eagle3Config, weights: Eagle3Weights, x: Float[Array, "n ed"], positions: Int[Array, "n"]
+) -> Float[Array, "n h c"]:
+    """Rotated queries."""
+    cos, sin = rope_angles(positions, config.rope, config.head_dim)
+    return apply_rope((x @ weights.q_proj).reshape(x.shape[0], -1, config.head_dim), cos, sin)
+
+
+def project_keys(
+    config: Eagle3Config, weights: Eagle3Weights, x: Float[Array, "n ed"], positions: Int[Array, "n"]
+) -> tuple[Float[Array, "n g c"], Float[Array, "n g c"]]:
+    """Rotated keys, and values."""
+    cos, sin = rope_angles(positions, config.rope, config.head_dim)
+    keys = apply_rope((x @ weights.k_proj).reshape(x.shape[0], -1, config.head_dim), cos, sin)
+    return keys, (x @ weights.v_proj).reshape(x.shape[0], -1, config.head_dim)
+
+
+def mix_and_mlp(
+    config: Eagle3Config, weights: Eagle3Weights, hidden: Float[Array, "n d"], attended: Float[Array, "n h c"]
+) -> Float[Array, "n d"]:
+    """The layer after attention: `h2` from the slot's own hidden state and what it attended to."""
+    mixed = hidden + attended.reshape(hidden.shape[0], -1) @ weights.o_proj
+    normed = rms_norm(mixed, weights.mlp_norm, config.rms_norm_eps)
+    return mixed + swiglu(normed, weights.gate_proj, weights.up_proj, weights.down_proj)
+
+
+def draft_logits(config: Eagle3Config, weights: Eagle3Weights, hidden: Float[Array, "n d"]) -> Float[Array, "n dv"]:
+    """Float32 logits over the draft vocabulary, from `h2`."""
+    normed = rms_norm(hidden, weights.final_norm, config.rms_norm_eps)
+    return jnp.einsum("nd,dv->nv", normed, weights.lm_head, preferred_element_type=jnp.float32)
+
+
+def init_state(config: Eagle3Config, rows: int, capacity: int) -> Eagle3State:
+    """An empty state; `capacity` counts pairs and is rounded up to a multiple of 8."""
+    dtype = jnp.dtype(config.dtype)
+    cache = init_cache(
+        num_layers=1,
+        num_kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        rows=rows,
+        capacity=capacity,
+        dtype=dtype,
+        numerics=_PLAIN,
+    )
+    return Eagle3State(cache, jnp.zeros((rows, config.hidden_size), dtype))
+
+
+def commit(
+    config: Eagle3Config,
+    params: Eagle3Params,
+    embed: Float[Array, "v d"],
+    state: Eagle3State,
+    tokens: Int[Array, "r q"],
+    features: Float[Array, "r q fd"],
+    counts: Int[Array, "r"],
+) -> Eagle3State:
+    """Read the first `counts[r]` pairs of each row; see `protocol.Drafter.commit`.
+
+    Pairs that do not fit the cache are dropped: the caller provides the capacity.
+    """
+    weights = params.weights
+    rows, width = tokens.shape
+    steps = jnp.arange(width, dtype=jnp.int32)[None]
+    positions = jnp.where(steps < counts[:, None], state.length[:, None] + steps, -1).reshape(-1)
+
+    fused = features.reshape(rows * width, -1).astype(weights.fc.dtype) @ weights.fc
+    x = attention_input(config, weights, embed, tokens.reshape(-1), fused)
+    keys, values = project_keys(config, weights, x, jnp.maximum(positions, 0))
+    row_ids = jnp.repeat(jnp.arange(rows, dtype=jnp.int32), width)
+    length = state.length + counts
+    cache = KVCache(
+        keys=(write_slots(state.cache.keys[0], keys, row_ids, positions),),
+        values=(write_slots(state.cache.values[0], values, row_ids, positions),),
+        length=length,
+    )
+
+    last = jnp.arange(rows, dtype=jnp.int32) * width + jnp.maximum(counts - 1, 0)
+    queries = project_queries(config, weights, x[last], jnp.maximum(length - 1, 0))
+    attended = attention(queries[:, None], cache.keys[0], cache.values[0], length[:, None] - 1, _PLAIN)
+    hidden = mix_and_mlp(config, weights, fused[last], attended[:, 0])
+    return Eagle3State(cache, jnp.where((counts > 0)[:, None], hidden, state.hidden))
+
+
+def _attend_chain(
+    q: Float[Array, "r h c"],
+    cache: KVCache,
+    own_keys: Float[Array, "r g e c"],
+    own_values: Float[Array, "r g e c"],
+) -> Float[Array, "r h c"]:
+    """Attention over the committed slots of a row and over `e` drafted ones, which the cache does not hold."""
+    keys, values = cache.keys[0], cache.values[0]
+    rows, kv_heads, slots, width = keys.shape
+    grouped = q.reshape(rows, kv_heads, -1, width) * width**-0.5
+    scores = jnp.einsum("rgmc,rgsc->rgms", grouped, keys, preferred_element_type=jnp.float32)
+    committed = jnp.arange(slots, dtype=jnp.int32)[None] < cache.length[:, None]
+    scores = jnp.where(committed[:, None, None], scores, _MASKED)
+    own_scores = jnp.einsum("rgmc,rgec->rgme", grouped, own_keys, preferred_element_type=jnp.float32)
+    maximum = jnp.maximum(scores.max(-1, keepdims=True), own_scores.max(-1, keepdims=True))
+    mix, own_mix = jnp.exp(scores - maximum), jnp.exp(own_scores - maximum)
+    total = mix.sum(-1, keepdims=True) + own_mix.sum(-1, keepdims=True)
+    out = jnp.einsum("rgms,rgsc->rgmc", mix.astype(values.dtype), values, preferred_element_type=jnp.float32)
+    own = jnp.einsum("rgme,rgec->rgmc", own_mix.astype(values.dtype), own_values, preferred_element_type=jnp.float32)
+    return ((out + own) / total).reshape(q.shape).astype(q.dtype)
+
+
+def propose(
+    config: Eagle3Config,
+    params: Eagle3Params,
+    embed: Float[Array, "v d"],
+    state: Eagle3State,
+    num_drafts: int,
+    choose: Choose,
+) -> Int[Array, "r k"]:
+    """Propose `num_drafts` target tokens per row; see `protocol.Drafter.propose`.
+
+    Keys and values of drafted tokens stay beside the cache, which is neither copied nor written.
+    """
+    weights = params.weights
+    hidden = state.hidden
+    drafts: list[Array] = []
+    keys: list[Array] = []
+    values: list[Array] = []
+    for step in range(num_drafts):
+        if step > 0:
+            positions = state.length + (step - 1)
+            x = attention_input(config, weights, embed, drafts[-1], hidden)
+            key, value = project_keys(config, weights, x, positions)
+            keys.append(key)
+            values.append(value)
+            queries = project_queries(config, weights, x, positions)
+            attended = _attend_chain(queries, state.cache, jnp.stack(keys, axis=2), jnp.stack(values, axis=2))
+            hidden = mix_and_mlp(config, weights, hidden, attended)
+        drafts.append(choose(draft_logits(config, weights, hidden), params.target_ids, step))
+    return jnp.stack(drafts, axis=1).astype(jnp.int32)
+
+
+@dataclass(frozen=True)
+class Eagle3Drafter:
+    """An EAGLE-3 head as the rollout uses it (`protocol.Drafter`)."""
+
+    config: Eagle3Config
+
+    @property
+    def boundaries(self) -> tuple[int, ...]:
+        """Residual-stream boundaries of the policy that the head reads."""
+        return self.config.boundaries
+
+    def init_state(self, rows: int, capacity: int) -> Eagle3State:
+        """An empty state for `rows` rows of at most `capacity` pairs."""
+        return init_state(self.config, rows, capacity)
+
+    def commit(
+        self,
+        params: Eagle3Params,
+        embed: Float[Array, "v d"],
+        state: Eagle3State,
+        tokens: Int[Array, "r q"],
+        features: Float[Array, "r q fd"],
+        counts: Int[Array, "r"],
+    ) -> Eagle3State:
+        """Read the first `counts[r]` pairs of each row."""
+        return commit(self.config, params, embed, state, tokens, features, counts)
+
+    def propose(
+        self,
+        params: Eagle3Params,
+        embed: Float[Array, "v d"],
+        state: Eagle3State,
+        num_drafts: int,
+        choose: Choose,
+    ) -> Int[Array, "r k"]:
+        """Propose `num_drafts` tokens per row."""
+        return propose(self.config, params, embed, state, num_drafts, choose)

@@ -1,0 +1,187 @@
+"""Shapes, parameters and draft vocabulary of an EAGLE-3 head (Li et al., arXiv 2503.01840)."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import struct
+from jaxtyping import Array, Float, Int
+
+from specrl_jax.errors import InputError
+from specrl_jax.models.config import Dtype, RopeConfig
+from specrl_jax.models.params import PolicyParams
+
+_SIZES = (
+    "hidden_size",
+    "intermediate_size",
+    "num_heads",
+    "num_kv_heads",
+    "head_dim",
+    "vocab_size",
+    "draft_vocab_size",
+    "target_hidden_size",
+    "max_position_embeddings",
+)
+
+
+def default_boundaries(num_layers: int) -> tuple[int, int, int]:
+    """The boundaries `(2, L // 2, L - 3)` that EAGLE-3 trainers use, or three spread ones for a shallow policy.
+
+    Boundary 0 is the embedding, boundary `b` the residual stream after the first `b` layers.
+    """
+    if num_layers >= 7:
+        return (2, num_layers // 2, num_layers - 3)
+    if num_layers >= 4:
+        return (1, num_layers // 2, num_layers - 1)
+    if num_layers >= 2:
+        return (num_layers - 2, num_layers - 1, num_layers)
+    raise InputError(
+        f"a policy of {num_layers} layer has no three residual boundaries; EAGLE-3 needs at least 2 layers"
+    )
+
+
+@dataclass(frozen=True)
+class Eagle3Config:
+    """Architecture of a one-layer EAGLE-3 head.
+
+    vocab_size: the policy's vocabulary. draft_vocab_size: the tokens that the head can propose.
+    boundaries: three ascending residual-stream boundaries of the policy (0 is the embedding).
+    target_hidden_size: width of the policy; equal to `hidden_size`, since the head reads the policy's embedding.
+    rope: the head's own rotary embedding, which need not be the policy's.
+    """
+
+    hidden_size: int
+    intermediate_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    vocab_size: int
+    draft_vocab_size: int
+    boundaries: tuple[int, int, int]
+    target_hidden_size: int
+    rms_norm_eps: float = 1e-6
+    rope: RopeConfig = field(default_factory=RopeConfig)
+    max_position_embeddings: int = 4096
+    dtype: Dtype = "float32"
+
+    def __post_init__(self) -> None:
+        for name in _SIZES:
+            if getattr(self, name) < 1:
+                raise InputError(f"draft head {name} is {getattr(self, name)}; it must be at least 1")
+        if self.num_heads % self.num_kv_heads or self.head_dim % 2:
+            raise InputError(
+                f"draft head has {self.num_heads} heads, {self.num_kv_heads} key/value heads of width {self.head_dim}; "
+                "the second must divide the first and the width must be even"
+            )
+        first, middle, last = self.boundaries
+        if not 0 <= first < middle < last:
+            raise InputError(f"draft head boundaries are {self.boundaries}; give three ascending layer boundaries")
+        if self.draft_vocab_size > self.vocab_size:
+            raise InputError(
+                f"draft vocabulary of {self.draft_vocab_size} is larger than the policy's {self.vocab_size}; reduce it"
+            )
+        if self.hidden_size != self.target_hidden_size:
+            raise InputError(
+                f"draft head of width {self.hidden_size} cannot read the embedding of a policy of width "
+                f"{self.target_hidden_size}; use equal widths"
+            )
+
+
+@struct.dataclass
+class Eagle3Weights:
+    """What training changes. Kernels are stored `[in, out]`; `ed` is embedding beside hidden, `2 * d`.
+
+    fc: maps the concatenated features (`fd = 3 * d`) to the head's width.
+    embed_norm, hidden_norm: norms of the two halves of the attention input (`input_layernorm`, `hidden_norm`).
+    """
+
+    fc: Float[Array, "fd d"]
+    embed_norm: Float[Array, "d"]
+    hidden_norm: Float[Array, "d"]
+    q_proj: Float[Array, "ed hc"]
+    k_proj: Float[Array, "ed gc"]
+    v_proj: Float[Array, "ed gc"]
+    o_proj: Float[Array, "hc d"]
+    mlp_norm: Float[Array, "d"]
+    gate_proj: Float[Array, "d f"]
+    up_proj: Float[Array, "d f"]
+    down_proj: Float[Array, "f d"]
+    final_norm: Float[Array, "d"]
+    lm_head: Float[Array, "d dv"]
+
+
+@struct.dataclass
+class Eagle3Params:
+    """`target_ids[i]` is the policy's token that column `i` of the draft logits stands for, int32."""
+
+    weights: Eagle3Weights
+    target_ids: Int[Array, "dv"]
+
+
+def weight_shapes(config: Eagle3Config) -> dict[str, tuple[int, ...]]:
+    """Shape of every array of `Eagle3Weights`, by field name."""
+    d, f = config.hidden_size, config.intermediate_size
+    heads, kv_heads = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    return {
+        "fc": (3 * config.target_hidden_size, d),
+        "embed_norm": (d,),
+        "hidden_norm": (d,),
+        "q_proj": (2 * d, heads),
+        "k_proj": (2 * d, kv_heads),
+        "v_proj": (2 * d, kv_heads),
+        "o_proj": (heads, d),
+        "mlp_norm": (d,),
+        "gate_proj": (d, f),
+        "up_proj": (d, f),
+        "down_proj": (f, d),
+        "final_norm": (d,),
+        "lm_head": (d, config.draft_vocab_size),
+    }
+
+
+def select_draft_vocab(token_counts: np.ndarray, draft_vocab_size: int) -> np.ndarray:
+    """The `draft_vocab_size` most frequent tokens in ascending order, int32; the smaller id wins a tie.
+
+    Args:
+        token_counts: how often each token of the policy's vocabulary was seen in responses, `[vocab]`.
+        draft_vocab_size: at most the vocabulary. Where fewer tokens were seen, the lowest unseen ids fill it.
+    """
+    if draft_vocab_size > len(token_counts):
+        raise InputError(
+            f"draft vocabulary of {draft_vocab_size} is larger than the policy's {len(token_counts)}; reduce it"
+        )
+    by_frequency = np.argsort(-np.asarray(token_counts, np.int64), kind="stable")
+    return np.sort(by_frequency[:draft_vocab_size]).astype(np.int32)
+
+
+def init_eagle3(
+    key: Any, config: Eagle3Config, target_ids: np.ndarray | None = None, policy: PolicyParams | None = None
+) -> Eagle3Params:
+    """Random head: kernels of variance 1/fan-in, norms one.
+
+    Args:
+        key: random key.
+        config: the head.
+        target_ids: from `select_draft_vocab`; None where the head proposes the whole vocabulary.
+        policy: where given, the final norm and the output projection start as the policy's.
+    """
+    if target_ids is None:
+        if config.draft_vocab_size != config.vocab_size:
+            raise InputError("a draft vocabulary smaller than the policy's needs its target ids; select them first")
+        target_ids = np.arange(config.vocab_size)
+    ids = jnp.asarray(target_ids, jnp.int32)
+    dtype = jnp.dtype(config.dtype)
+    shapes = weight_shapes(config)
+    arrays: dict[str, Array] = {}
+    for (name, shape), array_key in zip(shapes.items(), jax.random.split(key, len(shapes)), strict=True):
+        if len(shape) == 1:
+            arrays[name] = jnp.ones(shape, dtype)
+        else:
+            drawn = jax.random.truncated_normal(array_key, -2.0, 2.0, shape, jnp.float32)
+            arrays[name] = (drawn * shape[0] ** -0.5).astype(dtype)
+    if policy is not None:
+        head = policy.embed.T if policy.head is None else policy.head
+        arrays |= {"final_norm": policy.final_norm.astype(dtype), "lm_head": head[:, ids].astype(dtype)}
+    return Eagle3Params(Eagle3Weights(**arrays), ids)

@@ -69,9 +69,7 @@ def _attend_block(
         new_maximum = jnp.maximum(maximum, scores.max(-1))
         rescale = jnp.exp(maximum - new_maximum)
         weights = jnp.exp(scores - new_maximum[..., None])
-        mixed = jnp.einsum(
-            "rgqs,rgsc->rgqc", weights.astype(v.dtype), values, preferred_element_type=jnp.float32
-        )
+        mixed = jnp.einsum("rgqs,rgsc->rgqc", weights.astype(v.dtype), values, preferred_element_type=jnp.float32)
         return new_maximum, total * rescale + weights.sum(-1), out * rescale[..., None] + mixed
 
     shape = grouped.shape[:3]

@@ -29,6 +29,7 @@ class KVCache:
 
     @property
     def capacity(self) -> int:
+        """Slots of a row."""
         return self.keys[0].shape[2]
 
 

@@ -32,6 +32,30 @@ class RopeConfig:
     mscale_all_dim: float | None = None
     truncate: bool = True
 
+    def __post_init__(self) -> None:
+        if self.theta <= 1:
+            raise InputError(f"rope theta is {self.theta}; it must exceed 1")
+        if self.factor <= 0:
+            raise InputError(f"rope factor is {self.factor}; it must be positive")
+        if self.kind in ("llama3", "yarn") and (self.original_max_position_embeddings or 0) < 1:
+            raise InputError(
+                f"rope original_max_position_embeddings is {self.original_max_position_embeddings}; "
+                f"kind {self.kind!r} needs the context length of the pretraining"
+            )
+        if self.kind == "llama3" and self.high_freq_factor <= self.low_freq_factor:
+            raise InputError(
+                f"rope high_freq_factor is {self.high_freq_factor}; it must exceed low_freq_factor, "
+                f"which is {self.low_freq_factor}"
+            )
+        if self.kind == "yarn" and min(self.beta_fast, self.beta_slow) <= 0:
+            raise InputError(f"rope beta_fast, beta_slow are {self.beta_fast}, {self.beta_slow}; both must be positive")
+
+    @property
+    def original_context(self) -> int:
+        """Context length of the pretraining; kinds "llama3" and "yarn" always have one."""
+        assert self.original_max_position_embeddings is not None
+        return self.original_max_position_embeddings
+
 
 @dataclass(frozen=True)
 class PolicyConfig:

@@ -37,6 +37,7 @@ class Numerics:
 
     @property
     def invariant(self) -> bool:
+        """Whether bits must not depend on the batch."""
         return self.mode == "invariant"
 
 

@@ -12,6 +12,7 @@ decoding (a few new tokens per row). Steps:
 `log_probs` turns hidden states into the policy's law over the next token.
 """
 
+import dataclasses
 import functools
 
 import jax
@@ -168,7 +169,7 @@ def forward(
         x = map_tokens(functools.partial(_mix_and_mlp, config), layer, (x, attended), numerics)
         streams.append(x)
     features = jnp.concatenate([streams[b] for b in boundaries], axis=-1) if boundaries else None
-    new_cache = None if cache is None else cache.replace(keys=tuple(keys), values=tuple(values))
+    new_cache = None if cache is None else dataclasses.replace(cache, keys=tuple(keys), values=tuple(values))
     return ForwardOutput(x, features, new_cache)
 
 

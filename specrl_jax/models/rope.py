@@ -1,5 +1,7 @@
 """Rotary position embeddings: plain, linear, llama3 and YaRN."""
 
+import math
+
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
@@ -7,10 +9,62 @@ from jaxtyping import Array, Float, Int
 from specrl_jax.models.config import RopeConfig
 
 
+def _yarn_attention_factor(rope: RopeConfig) -> float:
+    """Factor on cos and sin: `0.1 ln(factor) + 1`, or the ratio of two such terms when both mscales are set."""
+
+    def term(mscale: float) -> float:
+        return 0.1 * mscale * math.log(rope.factor) + 1.0 if rope.factor > 1.0 else 1.0
+
+    if rope.attention_factor is not None:
+        return rope.attention_factor
+    if rope.mscale and rope.mscale_all_dim:
+        return term(rope.mscale) / term(rope.mscale_all_dim)
+    return term(1.0)
+
+
+def _yarn_extrapolated_share(rope: RopeConfig, head_dim: int) -> np.ndarray:
+    """Share of each frequency that is left as trained: 1 for fast channels, 0 for slow ones, a ramp between."""
+
+    def channel(rotations: float) -> float:
+        """The channel pair that turns `rotations` times within the original context (YaRN, section 3.2)."""
+        turns = rope.original_context / (rotations * 2 * math.pi)
+        return head_dim * math.log(turns) / (2 * math.log(rope.theta))
+
+    low, high = channel(rope.beta_fast), channel(rope.beta_slow)
+    if rope.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, head_dim - 1)
+    width = 0.001 if low == high else high - low
+    return 1.0 - np.clip((np.arange(head_dim // 2) - low) / width, 0.0, 1.0)
+
+
+def _interpolate(plain: np.ndarray, factor: float, kept: np.ndarray) -> np.ndarray:
+    return plain / factor * (1.0 - kept) + plain * kept
+
+
+def _llama3_frequencies(rope: RopeConfig, plain: np.ndarray) -> np.ndarray:
+    """Long wavelengths divided by `factor`, short ones kept, those between interpolated (Llama 3.1)."""
+    turns = rope.original_context * plain / (2 * math.pi)
+    kept = np.clip((turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor), 0.0, 1.0)
+    return _interpolate(plain, rope.factor, kept)
+
+
 def inverse_frequencies(rope: RopeConfig, head_dim: int) -> tuple[np.ndarray, float]:
-    """Angular frequency of each pair of channels `[head_dim / 2]`, and the factor on cos and sin."""
-    exponents = np.arange(0, head_dim, 2, dtype=np.float32) / head_dim
-    return (1.0 / rope.theta**exponents).astype(np.float32), 1.0
+    """Angular frequency of each pair of channels `[head_dim / 2]`, float32, and the factor on cos and sin.
+
+    The formulas are those of transformers' `modeling_rope_utils`, computed in float64 and rounded once,
+    so that every platform has the same bits.
+    """
+    frequencies = rope.theta ** (-np.arange(0, head_dim, 2) / head_dim)
+    attention_factor = 1.0
+    if rope.kind == "linear":
+        frequencies = frequencies / rope.factor
+    elif rope.kind == "llama3":
+        frequencies = _llama3_frequencies(rope, frequencies)
+    elif rope.kind == "yarn":
+        frequencies = _interpolate(frequencies, rope.factor, _yarn_extrapolated_share(rope, head_dim))
+        attention_factor = _yarn_attention_factor(rope)
+    return frequencies.astype(np.float32), attention_factor
 
 
 def rope_angles(

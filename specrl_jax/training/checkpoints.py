@@ -1,0 +1,155 @@
+"""Checkpoints of a run: one pytree of arrays and a small JSON object per step, kept by orbax.
+
+Everything needed to continue to the same bits is an array of the state (random
+keys as plain integers) or an entry of the JSON object. A checkpoint is written
+to a temporary folder and then renamed, so a run killed while saving still holds
+the one before.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import orbax.checkpoint as ocp
+from orbax.checkpoint.checkpoint_managers import LatestN
+
+from specrl_jax.errors import InputError
+
+_STATE = "state"
+_META = "meta"
+
+
+def save_checkpoint(folder: Path, step: int, state: Any, meta: Mapping[str, Any], keep: int = 2) -> None:
+    """Save `state` and `meta` as the checkpoint of `step`, and delete all but the last `keep`.
+
+    Returns when the checkpoint is complete on disk. A step that is already
+    saved is left as it is: the state is a function of the step.
+
+    Args:
+        folder: folder of all checkpoints of the run, made where missing.
+        step: steps done so far; it must be larger than that of the last checkpoint.
+        state: pytree of JAX or NumPy arrays, none of them empty.
+        meta: JSON object.
+        keep: checkpoints left afterwards, this one included.
+    """
+    with _manager(folder, keep) as manager:
+        if step in manager.all_steps():
+            return
+        items = ocp.args.Composite(
+            **{_STATE: ocp.args.StandardSave(_named_leaves(state)), _META: ocp.args.JsonSave(dict(meta))}
+        )
+        if not manager.save(step, args=items):
+            raise ValueError(f"checkpoint {step} was not saved: {folder} holds step {manager.latest_step()}")
+
+
+def latest_step(folder: Path) -> int | None:
+    """Step of the last complete checkpoint, or None."""
+    if not folder.is_dir():
+        return None
+    with _manager(folder) as manager:
+        return manager.latest_step()
+
+
+def load_meta(folder: Path) -> dict[str, Any]:
+    """The JSON object of the last checkpoint.
+
+    Raises:
+        InputError: there is no checkpoint.
+    """
+    with _manager(folder) as manager:
+        step = _required_step(manager, folder)
+        return dict(manager.restore(step, args=ocp.args.Composite(**{_META: ocp.args.JsonRestore()}))[_META])
+
+
+def restore_checkpoint(folder: Path, like: Any) -> tuple[Any, dict[str, Any]]:
+    """Restore the last checkpoint.
+
+    Args:
+        folder: folder of all checkpoints of the run.
+        like: pytree with the structure, shapes and dtypes of the saved one: arrays, or
+            `jax.ShapeDtypeStruct`. An array comes back with the sharding of its leaf here;
+            where that says none, uncommitted on the default device.
+
+    Returns:
+        The state, bit for bit as it was saved, and the JSON object.
+
+    Raises:
+        InputError: there is no checkpoint, or its arrays are not those of `like`.
+    """
+    wanted = _named_leaves(like)
+    with _manager(folder) as manager:
+        step = _required_step(manager, folder)
+        _check_same_arrays(manager.item_metadata(step)[_STATE].tree, wanted, folder / str(step))
+        restored = manager.restore(
+            step,
+            args=ocp.args.Composite(
+                **{
+                    _STATE: ocp.args.StandardRestore({name: _target(leaf) for name, leaf in wanted.items()}),
+                    _META: ocp.args.JsonRestore(),
+                }
+            ),
+        )
+    leaves = [_placed(restored[_STATE][name], leaf) for name, leaf in wanted.items()]
+    return jax.tree.unflatten(jax.tree.structure(like), leaves), dict(restored[_META])
+
+
+def _manager(folder: Path, keep: int | None = None) -> ocp.CheckpointManager:
+    """Opened to save (and then keep the last `keep` checkpoints), or only to read."""
+    saving = keep is not None
+    options = ocp.CheckpointManagerOptions(
+        preservation_policy=LatestN(keep) if saving else None,
+        create=saving,
+        # What a killed save left behind.
+        cleanup_tmp_directories=saving,
+        enable_async_checkpointing=False,
+        save_root_metadata=False,
+    )
+    handlers = {_STATE: ocp.StandardCheckpointHandler(), _META: ocp.JsonCheckpointHandler()}
+    return ocp.CheckpointManager(folder.resolve(), options=options, item_handlers=handlers)
+
+
+def _named_leaves(tree: Any) -> dict[str, Any]:
+    """Leaves by path; a flat dict does not depend on how orbax treats tuples and dataclasses."""
+    paths = jax.tree_util.tree_leaves_with_path(tree)
+    return {jax.tree_util.keystr(path, simple=True, separator="/"): leaf for path, leaf in paths}
+
+
+def _required_step(manager: ocp.CheckpointManager, folder: Path) -> int:
+    step = manager.latest_step()
+    if step is None:
+        raise InputError(f"{folder} holds no complete checkpoint; start a new run instead of resuming")
+    return step
+
+
+def _check_same_arrays(saved: Mapping[str, Any], wanted: Mapping[str, Any], where: Path) -> None:
+    remedy = "resume with the configuration and the version that saved it"
+    for name in sorted(saved.keys() ^ wanted.keys()):
+        said = "is missing" if name in wanted else "is not part of this run's state"
+        raise InputError(f"checkpoint {where}: array {name} {said}; {remedy}")
+    for name, leaf in wanted.items():
+        found = f"{saved[name].dtype}{list(saved[name].shape)}"
+        asked = f"{leaf.dtype}{list(leaf.shape)}"
+        if found != asked:
+            raise InputError(f"checkpoint {where}: array {name} is {found} but this run needs {asked}; {remedy}")
+
+
+def _has_placement(leaf: Any) -> bool:
+    if isinstance(leaf, jax.Array):
+        return leaf.committed
+    return getattr(leaf, "sharding", None) is not None
+
+
+def _target(leaf: Any) -> Any:
+    """What orbax restores into: a sharded array, or NumPy where the leaf says nothing about devices."""
+    if _has_placement(leaf):
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding)
+    return np.empty(leaf.shape, leaf.dtype)
+
+
+def _placed(restored: Any, leaf: Any) -> Any:
+    if _has_placement(leaf) or isinstance(leaf, np.ndarray | np.generic):
+        return restored
+    return jnp.array(restored)

@@ -18,11 +18,11 @@ from dataclasses import dataclass
 
 import jax.numpy as jnp
 from flax import struct
+from jax import lax
 from jaxtyping import Array, Float, Int
 
 from specrl_jax.drafters.eagle3_params import Eagle3Config, Eagle3Params, Eagle3Weights
 from specrl_jax.drafters.protocol import Choose
-from specrl_jax.models.attention import attention
 from specrl_jax.models.cache import KVCache, init_cache, write_slots
 from specrl_jax.models.numerics import Numerics
 from specrl_jax.models.policy import rms_norm, swiglu
@@ -105,6 +105,33 @@ def init_state(config: Eagle3Config, rows: int, capacity: int) -> Eagle3State:
     return Eagle3State(cache, jnp.zeros((rows, config.hidden_size), dtype))
 
 
+def _attend_chain(
+    q: Float[Array, "r h c"],
+    cache: KVCache,
+    visible: Int[Array, "r"],
+    own_keys: Float[Array, "r g e c"],
+    own_values: Float[Array, "r g e c"],
+) -> Float[Array, "r h c"]:
+    """Attention of one query per row over the first `visible` slots of its cache and over `e` keys beside it."""
+    keys, values = cache.keys[0], cache.values[0]
+    rows, kv_heads, slots, width = keys.shape
+    # Keys times a column of queries, not queries times transposed keys: on XLA:CPU 3 to 10 times faster for few
+    # queries. The barriers keep the compiler from turning one into the other.
+    columns = (q.reshape(rows, kv_heads, -1, width) * width**-0.5).transpose(0, 1, 3, 2)
+    columns = lax.optimization_barrier(columns)
+    scores = jnp.einsum("rgsc,rgcm->rgsm", keys, columns, preferred_element_type=jnp.float32)
+    scores = lax.optimization_barrier(scores).transpose(0, 1, 3, 2)
+    own_scores = jnp.einsum("rgcm,rgec->rgme", columns, own_keys, preferred_element_type=jnp.float32)
+    is_visible = jnp.arange(slots, dtype=jnp.int32)[None] < visible[:, None]
+    scores = jnp.where(is_visible[:, None, None], scores, _MASKED)
+    maximum = jnp.maximum(scores.max(-1, keepdims=True), own_scores.max(-1, keepdims=True))
+    mix, own_mix = jnp.exp(scores - maximum), jnp.exp(own_scores - maximum)
+    total = mix.sum(-1, keepdims=True) + own_mix.sum(-1, keepdims=True)
+    out = jnp.einsum("rgms,rgsc->rgmc", mix.astype(values.dtype), values, preferred_element_type=jnp.float32)
+    own = jnp.einsum("rgme,rgec->rgmc", own_mix.astype(values.dtype), own_values, preferred_element_type=jnp.float32)
+    return ((out + own) / total).reshape(q.shape).astype(q.dtype)
+
+
 def commit(
     config: Eagle3Config,
     params: Eagle3Params,
@@ -136,31 +163,9 @@ def commit(
 
     last = jnp.arange(rows, dtype=jnp.int32) * width + jnp.maximum(counts - 1, 0)
     queries = project_queries(config, weights, x[last], jnp.maximum(length - 1, 0))
-    attended = attention(queries[:, None], cache.keys[0], cache.values[0], length[:, None] - 1, _PLAIN)
-    hidden = mix_and_mlp(config, weights, fused[last], attended[:, 0])
+    attended = _attend_chain(queries, cache, length - 1, keys[last][:, :, None], values[last][:, :, None])
+    hidden = mix_and_mlp(config, weights, fused[last], attended)
     return Eagle3State(cache, jnp.where((counts > 0)[:, None], hidden, state.hidden))
-
-
-def _attend_chain(
-    q: Float[Array, "r h c"],
-    cache: KVCache,
-    own_keys: Float[Array, "r g e c"],
-    own_values: Float[Array, "r g e c"],
-) -> Float[Array, "r h c"]:
-    """Attention over the committed slots of a row and over `e` drafted ones, which the cache does not hold."""
-    keys, values = cache.keys[0], cache.values[0]
-    rows, kv_heads, slots, width = keys.shape
-    grouped = q.reshape(rows, kv_heads, -1, width) * width**-0.5
-    scores = jnp.einsum("rgmc,rgsc->rgms", grouped, keys, preferred_element_type=jnp.float32)
-    committed = jnp.arange(slots, dtype=jnp.int32)[None] < cache.length[:, None]
-    scores = jnp.where(committed[:, None, None], scores, _MASKED)
-    own_scores = jnp.einsum("rgmc,rgec->rgme", grouped, own_keys, preferred_element_type=jnp.float32)
-    maximum = jnp.maximum(scores.max(-1, keepdims=True), own_scores.max(-1, keepdims=True))
-    mix, own_mix = jnp.exp(scores - maximum), jnp.exp(own_scores - maximum)
-    total = mix.sum(-1, keepdims=True) + own_mix.sum(-1, keepdims=True)
-    out = jnp.einsum("rgms,rgsc->rgmc", mix.astype(values.dtype), values, preferred_element_type=jnp.float32)
-    own = jnp.einsum("rgme,rgec->rgmc", own_mix.astype(values.dtype), own_values, preferred_element_type=jnp.float32)
-    return ((out + own) / total).reshape(q.shape).astype(q.dtype)
 
 
 def propose(
@@ -188,7 +193,9 @@ def propose(
             keys.append(key)
             values.append(value)
             queries = project_queries(config, weights, x, positions)
-            attended = _attend_chain(queries, state.cache, jnp.stack(keys, axis=2), jnp.stack(values, axis=2))
+            attended = _attend_chain(
+                queries, state.cache, state.length, jnp.stack(keys, axis=2), jnp.stack(values, axis=2)
+            )
             hidden = mix_and_mlp(config, weights, hidden, attended)
         drafts.append(choose(draft_logits(config, weights, hidden), params.target_ids, step))
     return jnp.stack(drafts, axis=1).astype(jnp.int32)

@@ -82,7 +82,9 @@ def token_bytes(tokenizer: Any) -> list[bytes]:
             # Added tokens are matched in the text itself and are not in the model's spelling.
             pieces[index] = token.encode()
         elif "ByteLevel" in kinds:
-            pieces[index] = bytes(byte_of_char[char] for char in token)
+            # A piece that is not spelt in byte characters stands for itself, as in the library's own decoder.
+            spelt = all(char in byte_of_char for char in token)
+            pieces[index] = bytes(byte_of_char[char] for char in token) if spelt else token.encode()
         elif kinds & {"ByteFallback", "Metaspace"}:
             pieces[index] = _sentencepiece_bytes(token)
         else:

@@ -1,0 +1,141 @@
+"""Bits of the invariant forward do not depend on rows, tokens per row, cache capacity, or differentiation."""
+
+import functools
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from specrl_jax.models.numerics import Numerics
+from specrl_jax.models.params import init_params
+from specrl_jax.models.policy import forward, grid_batch, logits, policy_cache, sequence_positions
+from specrl_jax.models.presets import PRESETS
+
+INVARIANT = Numerics("invariant")
+ROWS, LENGTH, PREFIX = 64, 76, 6
+SMALL = replace(PRESETS["tiny-qwen3"], vocab_size=97)
+WIDE = replace(
+    SMALL,
+    vocab_size=1024,
+    hidden_size=256,
+    intermediate_size=768,
+    num_layers=3,
+    num_heads=8,
+    num_kv_heads=4,
+    head_dim=32,
+)
+# A permutation, so that row 0 of a small batch is not row 0 of the large one.
+ORDER = np.random.RandomState(1).permutation(ROWS)
+
+
+def random_tokens(config):
+    return np.random.RandomState(2).randint(0, config.vocab_size, (ROWS, LENGTH)).astype(np.int32)
+
+
+def all_logits(params, config, tokens):
+    rows, width = tokens.shape
+    positions = sequence_positions(jnp.full((rows,), width, jnp.int32), width)
+    out = forward(params, config, grid_batch(tokens, positions), numerics=INVARIANT)
+    return logits(params, config, out.hidden, INVARIANT).reshape(rows, width, -1)
+
+
+@functools.lru_cache
+def reference(config):
+    """Parameters, tokens, and teacher-forced logits of all rows."""
+    params = init_params(jax.random.key(0), config)
+    tokens = random_tokens(config)
+    return params, tokens, np.asarray(jax.jit(all_logits, static_argnums=1)(params, config, jnp.asarray(tokens)))
+
+
+@functools.partial(jax.jit, static_argnums=(1, 3, 4))
+def decode_in_rounds(params, config, tokens, queries, capacity):
+    """Logits `[rows, LENGTH, V]` from a prefill and rounds of `queries` new tokens per row.
+
+    A round keeps between 1 and `queries` tokens of a row, others in each row; the rest are wrong
+    drafts, which the next round overwrites. Rows therefore advance at different speeds.
+    """
+    rows = tokens.shape[0]
+    row_ids = jnp.arange(rows, dtype=jnp.int32)
+    cache = policy_cache(config, rows, capacity, INVARIANT)
+    positions = sequence_positions(jnp.full((rows,), PREFIX, jnp.int32), PREFIX)
+    out = forward(params, config, grid_batch(tokens[:, :PREFIX], positions), numerics=INVARIANT, cache=cache)
+    seen = jnp.full((rows, LENGTH, config.vocab_size), jnp.nan, jnp.float32)
+    first = logits(params, config, out.hidden, INVARIANT).reshape(rows, PREFIX, -1)
+    seen = seen.at[:, :PREFIX].set(first)
+    cache = out.cache.replace(length=jnp.full((rows,), PREFIX, jnp.int32))
+
+    def one_round(carry):
+        turn, cache, seen = carry
+        kept = 1 + (row_ids * 7 + turn * 3) % queries
+        steps = jnp.arange(queries, dtype=jnp.int32)[None]
+        positions = cache.length[:, None] + steps
+        new = jnp.take_along_axis(tokens, jnp.minimum(positions, LENGTH - 1), 1)
+        new = jnp.where(steps < kept[:, None], new, (new + 1) % config.vocab_size)
+        positions = jnp.where(positions < LENGTH, positions, -1)
+        out = forward(params, config, grid_batch(new, positions), numerics=INVARIANT, cache=cache)
+        scores = logits(params, config, out.hidden, INVARIANT).reshape(rows, queries, -1)
+        slots = jnp.where((steps < kept[:, None]) & (positions >= 0), positions, LENGTH)
+        seen = seen.at[row_ids[:, None], slots].set(scores, mode="drop")
+        length = jnp.minimum(cache.length + kept, LENGTH)
+        return turn + 1, out.cache.replace(length=length), seen
+
+    return jax.lax.while_loop(lambda carry: carry[1].length.min() < LENGTH, one_round, (jnp.int32(0), cache, seen))[2]
+
+
+def _cases():
+    """Every pair of rows and new tokens; CI takes each value of both at least once."""
+    quick = {("float32", 1, 1, 128), ("float32", 3, 2, 256), ("float32", 20, 4, 128), ("float32", 64, 5, 80)}
+    quick |= {("bfloat16", 3, 4, 128), ("bfloat16", 64, 2, 256)}
+    for dtype in ("float32", "bfloat16"):
+        for rows in (1, 3, 20, 64):
+            for queries in (1, 2, 4, 5):
+                for capacity in (80, 128, 256):
+                    case = (dtype, rows, queries, capacity)
+                    yield pytest.param(*case, marks=pytest.mark.ci if case in quick else pytest.mark.full)
+
+
+def check_decoding(config, rows, queries, capacity):
+    params, tokens, expected = reference(config)
+    chosen = ORDER[:rows]
+    ours = np.asarray(decode_in_rounds(params, config, jnp.asarray(tokens[chosen]), queries, capacity))
+    np.testing.assert_array_equal(ours, expected[chosen])
+
+
+@pytest.mark.parametrize(("dtype", "rows", "queries", "capacity"), list(_cases()))
+def test_decoding_has_the_bits_of_the_teacher_forced_forward(dtype, rows, queries, capacity):
+    check_decoding(replace(SMALL, dtype=dtype), rows, queries, capacity)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(("rows", "queries"), [(1, 1), (1, 4), (3, 5), (20, 2), (64, 1), (64, 4)])
+def test_decoding_has_the_bits_of_the_teacher_forced_forward_at_width_256(dtype, rows, queries):
+    check_decoding(replace(WIDE, dtype=dtype), rows, queries, 128)
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize("rows", [1, 20])
+def test_smaller_batches_have_the_bits_of_the_large_one(rows):
+    params, tokens, expected = reference(SMALL)
+    chosen = ORDER[:rows]
+    ours = jax.jit(all_logits, static_argnums=1)(params, SMALL, jnp.asarray(tokens[chosen]))
+    np.testing.assert_array_equal(ours, expected[chosen])
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_differentiation_does_not_change_the_bits(dtype):
+    config = replace(SMALL, dtype=dtype)
+    params, tokens, expected = reference(config)
+    chosen = ORDER[:20]
+
+    def loss(params, tokens):
+        scores = all_logits(params, config, tokens)
+        picked = jnp.take_along_axis(jax.nn.log_softmax(scores)[:, :-1], tokens[:, 1:, None], -1)
+        return -picked.mean(), scores
+
+    (_, scores), gradient = jax.jit(jax.value_and_grad(loss, has_aux=True))(params, jnp.asarray(tokens[chosen]))
+    np.testing.assert_array_equal(scores, expected[chosen])
+    assert all(float(jnp.abs(leaf).max()) > 0 for leaf in jax.tree.leaves(gradient))

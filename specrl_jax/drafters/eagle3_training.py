@@ -1,0 +1,262 @@
+"""Training-time test of an EAGLE-3 head (Li et al., arXiv 2503.01840, section 3): unroll and loss.
+
+Serving feeds the head its own hidden states, so training does too. Step `i` of
+the unroll stands at every slot `p` at once: it reads the true token `x_{p+1+i}`
+with the head's output of step `i - 1` at the same slot (at step 0 with
+`fc(g_p)`), at rotary position `p + i`, and predicts `x_{p+2+i}`. It attends to
+the step-0 keys of slots `0..p` and to its own slot's keys of steps `1..i`,
+which is what a chain drafted from slot `p` has in its cache.
+"""
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int
+
+from specrl_jax.drafters.eagle3 import attention_input, draft_logits, mix_and_mlp, project_keys, project_queries
+from specrl_jax.drafters.eagle3_params import Eagle3Config, Eagle3Weights
+from specrl_jax.errors import InputError
+
+_MASKED = -1e30
+_FEWEST_QUERIES, _MOST_BLOCKS = 128, 8
+
+
+@struct.dataclass
+class DraftBatch:
+    """What the policy's training forward leaves for the draft head; sequences start at slot 0, right-padded.
+
+    tokens: prompt and response, `[b, t]`.
+    features: the policy's residual streams at the head's boundaries, concatenated, `[b, t, fd]`.
+    teacher_log_probs: float32 log-law of the policy over the token after slot `p`, `[b, t, v]`.
+    mask: True where a token belongs to a response, `[b, t]`.
+    """
+
+    tokens: Int[Array, "b t"]
+    features: Float[Array, "b t fd"]
+    teacher_log_probs: Float[Array, "b t v"]
+    mask: Bool[Array, "b t"]
+
+
+@dataclass(frozen=True)
+class DraftLossConfig:
+    """steps: length of the unroll, the longest draft to train for. decay: weight of step `i` is `decay ** i`."""
+
+    steps: int = 3
+    decay: float = 0.8
+
+    def __post_init__(self) -> None:
+        if self.steps < 1:
+            raise InputError(f"draft loss steps is {self.steps}; it must be at least 1")
+        if not 0.0 < self.decay <= 1.0:
+            raise InputError(f"draft loss decay is {self.decay}; it must lie above 0 and be at most 1")
+
+
+@struct.dataclass
+class DraftCounts:
+    """Slots that count at each step, float32.
+
+    drafted: slots whose step a round could draft (see `_drafted`).
+    trained: those of them where the policy's likeliest token lies in the draft vocabulary.
+    """
+
+    drafted: Float[Array, "i"]
+    trained: Float[Array, "i"]
+
+
+@struct.dataclass
+class DraftMetrics:
+    """Means per step. With `counts` of a larger batch given to `draft_loss`, shares that add up over its parts.
+
+    loss: cross-entropy against the policy's law restricted to the draft vocabulary, over the trained slots.
+    agreement: how often the head's likeliest token is the policy's, over the drafted slots.
+    overlap: sum over tokens of min(p, q), p not renormalised, over the drafted slots: the acceptance of a ratio test.
+    """
+
+    loss: Float[Array, "i"]
+    agreement: Float[Array, "i"]
+    overlap: Float[Array, "i"]
+
+
+def _shift(x: Array, steps: int) -> Array:
+    """`x[:, p + steps]` at slot `p`, zero (False) where that lies beyond the end."""
+    kept = x[:, steps:]
+    return jnp.pad(kept, [(0, 0), (0, x.shape[1] - kept.shape[1])] + [(0, 0)] * (x.ndim - 2))
+
+
+def _attend_block(
+    q: Float[Array, "b g m q c"],
+    keys: Float[Array, "b g s c"],
+    values: Float[Array, "b g s c"],
+    own_keys: Float[Array, "e b g q c"],
+    own_values: Float[Array, "e b g q c"],
+) -> Float[Array, "b g m q c"]:
+    """The last `q` of `s` slots over step-0 keys up to their own slot and over the later keys of their own slot."""
+    queries, slots = q.shape[3], keys.shape[2]
+    q = q * q.shape[-1] ** -0.5
+    scores = jnp.einsum("bgmqc,bgsc->bgmqs", q, keys, preferred_element_type=jnp.float32)
+    visible = jnp.tril(jnp.ones((queries, slots), bool), slots - queries)
+    scores = jnp.where(visible[None, None, None], scores, _MASKED)
+    own_scores = [(q * key[:, :, None]).astype(jnp.float32).sum(-1, keepdims=True) for key in own_keys]
+    maximum = scores.max(-1, keepdims=True)
+    for own in own_scores:
+        maximum = jnp.maximum(maximum, own)
+    maximum = lax.stop_gradient(maximum)
+    mix = jnp.exp(scores - maximum)
+    total = mix.sum(-1, keepdims=True)
+    out = jnp.einsum("bgmqs,bgsc->bgmqc", mix.astype(values.dtype), values, preferred_element_type=jnp.float32)
+    for own, value in zip(own_scores, own_values, strict=True):
+        own_mix = jnp.exp(own - maximum)
+        total = total + own_mix
+        out = out + own_mix * value[:, :, None].astype(jnp.float32)
+    return (out / total).astype(q.dtype)
+
+
+def _attend(
+    q: Float[Array, "b t h c"],
+    keys: Float[Array, "b t g c"],
+    values: Float[Array, "b t g c"],
+    own_keys: list[Array],
+    own_values: list[Array],
+) -> Float[Array, "b t h c"]:
+    """Attention of one step, in blocks of queries that skip the keys after them and are recomputed backward."""
+    batch, slots, heads, width = q.shape
+    groups = keys.shape[2]
+    grouped = q.reshape(batch, slots, groups, heads // groups, width).transpose(0, 2, 3, 1, 4)
+    keys, values = keys.transpose(0, 2, 1, 3), values.transpose(0, 2, 1, 3)
+    empty = jnp.zeros((0, *keys.shape), keys.dtype)
+    own_k = jnp.stack([k.transpose(0, 2, 1, 3) for k in own_keys]) if own_keys else empty
+    own_v = jnp.stack([v.transpose(0, 2, 1, 3) for v in own_values]) if own_values else empty
+    block = max(_FEWEST_QUERIES, -(-slots // _MOST_BLOCKS))
+    outs = []
+    for start in range(0, slots, block):
+        end = min(start + block, slots)
+        inputs = (grouped[:, :, :, start:end], keys[:, :, :end], values[:, :, :end])
+        outs.append(jax.checkpoint(_attend_block)(*inputs, own_k[..., start:end, :], own_v[..., start:end, :]))
+    return jnp.concatenate(outs, axis=3).transpose(0, 3, 1, 2, 4).reshape(q.shape)
+
+
+def ttt_hidden(
+    weights: Eagle3Weights,
+    embed: Float[Array, "v d"],
+    tokens: Int[Array, "b t"],
+    features: Float[Array, "b t fd"],
+    config: Eagle3Config,
+    steps: int,
+) -> list[Float[Array, "n d"]]:
+    """The head's output `h2` of every step at every slot, `n = b * t`; no gradient reaches embedding and features."""
+    batch, slots = tokens.shape
+    embed, features = lax.stop_gradient(embed), lax.stop_gradient(features)
+    hidden = features.reshape(batch * slots, -1).astype(weights.fc.dtype) @ weights.fc
+    base: tuple[Array, Array] | None = None
+    own_keys: list[Array] = []
+    own_values: list[Array] = []
+    outputs = []
+    for step in range(steps):
+        positions = jnp.tile(jnp.arange(slots, dtype=jnp.int32) + step, batch)
+        x = attention_input(config, weights, embed, _shift(tokens, 1 + step).reshape(-1), hidden)
+        q = project_queries(config, weights, x, positions).reshape(batch, slots, -1, config.head_dim)
+        key, value = (y.reshape(batch, slots, -1, config.head_dim) for y in project_keys(config, weights, x, positions))
+        if base is None:
+            base = (key, value)
+        else:
+            own_keys.append(key)
+            own_values.append(value)
+        attended = _attend(q, *base, own_keys, own_values)
+        hidden = mix_and_mlp(config, weights, hidden, attended.reshape(batch * slots, -1, config.head_dim))
+        outputs.append(hidden)
+    return outputs
+
+
+def ttt_logits(
+    weights: Eagle3Weights,
+    embed: Float[Array, "v d"],
+    tokens: Int[Array, "b t"],
+    features: Float[Array, "b t fd"],
+    config: Eagle3Config,
+    steps: int,
+) -> Float[Array, "i b t dv"]:
+    """Float32 draft logits of every step and slot; `[i, :, p]` predicts the token at `p + 2 + i`."""
+    outputs = ttt_hidden(weights, embed, tokens, features, config, steps)
+    logits = jnp.stack([draft_logits(config, weights, hidden) for hidden in outputs])
+    return logits.reshape(steps, *tokens.shape, -1)
+
+
+def _drafted(mask: Bool[Array, "b t"], step: int) -> Bool[Array, "b t"]:
+    """Slots whose step a round could draft: it starts from an emitted token, and the predicted token was emitted."""
+    return _shift(mask, 1) & _shift(mask, 2 + step)
+
+
+def _top_in_draft_vocab(target_ids: Int[Array, "dv"], top: Int[Array, "b t"], vocab_size: int) -> Bool[Array, "b t"]:
+    return jnp.zeros((vocab_size,), bool).at[target_ids].set(True)[top]
+
+
+def draft_counts(target_ids: Int[Array, "dv"], batch: DraftBatch, steps: int) -> DraftCounts:
+    """Slots that count at each step; add them up over devices or microbatches and give them to `draft_loss`."""
+    top = jnp.argmax(batch.teacher_log_probs, axis=-1)
+    known = _top_in_draft_vocab(target_ids, top, batch.teacher_log_probs.shape[-1])
+    drafted = [_drafted(batch.mask, step) for step in range(steps)]
+    trained = [slots & _shift(known, 1 + step) for step, slots in enumerate(drafted)]
+    drafted_count, trained_count = (jnp.stack([s.sum(dtype=jnp.float32) for s in x]) for x in (drafted, trained))
+    return DraftCounts(drafted_count, trained_count)
+
+
+def _loss_sums(
+    weights: Eagle3Weights,
+    target_ids: Int[Array, "dv"],
+    embed: Float[Array, "v d"],
+    batch: DraftBatch,
+    config: Eagle3Config,
+    steps: int,
+) -> DraftMetrics:
+    """The sums whose means `DraftMetrics` holds."""
+    teacher = lax.stop_gradient(batch.teacher_log_probs)
+    top = jnp.argmax(teacher, axis=-1)
+    known = _top_in_draft_vocab(target_ids, top, teacher.shape[-1])
+    restricted = teacher[..., target_ids]
+    outputs = ttt_hidden(weights, embed, batch.tokens, batch.features, config, steps)
+    loss, agreement, overlap = [], [], []
+    for step, hidden in enumerate(outputs):
+        drafted = _drafted(batch.mask, step)
+        trained = drafted & _shift(known, 1 + step)
+        logits = draft_logits(config, weights, hidden).reshape(*drafted.shape, -1)
+        log_q = jax.nn.log_softmax(logits, axis=-1)
+        log_p = _shift(restricted, 1 + step)
+        cross_entropy = -(jax.nn.softmax(log_p, axis=-1) * log_q).sum(-1)
+        loss.append(jnp.where(trained, cross_entropy, 0.0).sum())
+        log_q = lax.stop_gradient(log_q)
+        agrees = target_ids[jnp.argmax(log_q, axis=-1)] == _shift(top, 1 + step)
+        agreement.append((agrees & drafted).sum(dtype=jnp.float32))
+        overlap.append(jnp.where(drafted, jnp.exp(jnp.minimum(log_p, log_q)).sum(-1), 0.0).sum())
+    return DraftMetrics(jnp.stack(loss), jnp.stack(agreement), jnp.stack(overlap))
+
+
+def draft_loss(
+    weights: Eagle3Weights,
+    target_ids: Int[Array, "dv"],
+    embed: Float[Array, "v d"],
+    batch: DraftBatch,
+    config: Eagle3Config,
+    loss_config: DraftLossConfig,
+    counts: DraftCounts | None = None,
+) -> tuple[Float[Array, ""], DraftMetrics]:
+    """Sum over steps of `decay ** step` times the mean cross-entropy; differentiable in `weights` alone.
+
+    Args:
+        weights, target_ids: the head (`Eagle3Params`).
+        embed: the policy's embedding.
+        batch: sequences of the policy.
+        config: the head's architecture.
+        loss_config: length of the unroll and weights of its steps.
+        counts: slots of the whole batch where `batch` is a part of it (a device, a microbatch); losses, metrics
+            and gradients then add up over the parts.
+    """
+    steps = loss_config.steps
+    sums = _loss_sums(weights, target_ids, embed, batch, config, steps)
+    counts = draft_counts(target_ids, batch, steps) if counts is None else counts
+    drafted, trained = jnp.maximum(counts.drafted, 1.0), jnp.maximum(counts.trained, 1.0)
+    metrics = DraftMetrics(sums.loss / trained, sums.agreement / drafted, sums.overlap / drafted)
+    decay = loss_config.decay ** jnp.arange(steps, dtype=jnp.float32)
+    return (decay * metrics.loss).sum(), metrics

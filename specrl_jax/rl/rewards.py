@@ -92,7 +92,7 @@ def _checked(value: Any, example: Example) -> float:
     if not isinstance(value, numbers.Real | np.bool_):
         raise InputError(f"the reward of row {example.row_id} is a {type(value).__name__}; return a number")
     magnitude: Any = abs(value)
-    if not magnitude <= np.finfo(np.float32).max:  # NaN compares false
+    if not magnitude <= float(np.finfo(np.float32).max):  # NaN compares false
         raise InputError(f"the reward of row {example.row_id} is {value}; return a finite number")
     return float(value)
 

@@ -24,8 +24,7 @@ def make_batch(seed=0, spread=0.4):
     old = rng.normal(-1.5, 0.5, shape)
     log_probs = old + rng.normal(0.0, spread, shape)
     ref = old + rng.normal(0.0, spread, shape)
-    advantages = rng.normal(size=len(LENGTHS))
-    advantages[3] = 0.0
+    advantages = np.abs(rng.normal(size=len(LENGTHS))) * np.array([1, -1, 1, 0, 1, -1])
     mask = np.arange(WIDTH)[None] < np.array(LENGTHS)[:, None]
     arrays = [x.astype(np.float32) for x in (log_probs, old, advantages, ref)]
     return (*arrays[:3], mask, arrays[3])
@@ -159,6 +158,7 @@ CLIP_CASES = [
     (0.81, -1.0, False),
     (0.79, -1.0, True),
     (3.0, 0.0, False),
+    (0.3, 0.0, False),
 ]
 
 
@@ -167,8 +167,9 @@ def test_clip_blocks_only_the_side_that_would_gain(ratio, advantage, blocked):
     log_prob = np.full((1, 1), math.log(ratio), np.float32)
     zero = np.zeros((1, 1), np.float32)
     mask = np.ones((1, 1), bool)
-    (_, metrics), gradient = run((log_prob, zero, np.float32([advantage]), mask, zero), WIDE)
+    (loss, metrics), gradient = run((log_prob, zero, np.float32([advantage]), mask, zero), WIDE)
     assert float(metrics["clip_fraction"].total) == blocked
+    np.testing.assert_allclose(loss, -min(advantage * ratio, advantage * np.clip(ratio, 0.8, 1.28)), rtol=1e-6)
     np.testing.assert_allclose(gradient, [[0.0 if blocked else -advantage * ratio]], rtol=1e-6)
 
 

@@ -4,9 +4,8 @@ Axes: `data` splits rows (sequences), `fsdp` splits the storage of parameters an
 optimizer state, `tensor` splits heads and hidden units.
 """
 
-import glob
+import logging
 import math
-import os
 from dataclasses import dataclass
 
 import jax
@@ -18,10 +17,6 @@ DATA = "data"
 FSDP = "fsdp"
 TENSOR = "tensor"
 AXES = (DATA, FSDP, TENSOR)
-
-# Device files that the drivers of NVIDIA GPUs, AMD GPUs and TPUs create.
-_DEVICE_FILES = ("/dev/nvidia[0-9]*", "/dev/kfd", "/dev/accel[0-9]*", "/dev/vfio/[0-9]*")
-_TPU_VARIABLES = ("TPU_NAME", "TPU_WORKER_ID", "TPU_ACCELERATOR_TYPE")
 
 
 @dataclass(frozen=True)
@@ -90,21 +85,25 @@ def make_mesh(config: MeshConfig) -> Mesh:
 
 
 def unused_accelerator() -> str | None:
-    """One sentence of warning when this machine seems to have an accelerator but jax sees only the CPU.
+    """One sentence of warning when this machine has an accelerator but jax runs on the CPU, else None.
 
-    Silent when the CPU was asked for (`JAX_PLATFORMS`).
+    It is jax that looks for GPUs and TPUs, when its first backend starts; this takes its warning in
+    and adds the remedy. Call it before anything else uses a device. Silent when `JAX_PLATFORMS` is set.
     """
-    if os.environ.get("JAX_PLATFORMS") or jax.default_backend() != "cpu":
+    warnings: list[str] = []
+    logger = logging.getLogger("jax._src.xla_bridge")
+
+    def take(record: logging.LogRecord) -> bool:
+        if record.levelno < logging.WARNING:
+            return True
+        warnings.append(record.getMessage().rstrip("."))
+        return False
+
+    logger.addFilter(take)
+    try:
+        jax.default_backend()
+    finally:
+        logger.removeFilter(take)
+    if not warnings:
         return None
-    files = next((found[0] for pattern in _DEVICE_FILES if (found := sorted(glob.glob(pattern)))), None)
-    variable = next((name for name in _TPU_VARIABLES if os.environ.get(name)), None)
-    sign = files or variable
-    if sign is None:
-        return None
-    extra = "cuda" if sign.startswith("/dev/nvidia") else "tpu"
-    if sign == "/dev/kfd":
-        return f"{sign} shows an AMD GPU but jax runs on the CPU; install jax for ROCm to use it."
-    return (
-        f"{sign} shows an accelerator but jax runs on the CPU; "
-        f'run pip install ".[{extra}]" to use it, or set JAX_PLATFORMS=cpu to say that this is meant.'
-    )
+    return f'{"; ".join(warnings)}; run pip install ".[cuda]" or ".[tpu]", or set JAX_PLATFORMS=cpu if that is meant.'

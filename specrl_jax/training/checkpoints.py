@@ -6,7 +6,8 @@ to a temporary folder and then renamed, so a run killed while saving still holds
 the one before.
 """
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -57,11 +58,12 @@ def load_meta(folder: Path) -> dict[str, Any]:
     """The JSON object of the last checkpoint.
 
     Raises:
-        InputError: there is no checkpoint.
+        InputError: there is no checkpoint, or it is damaged.
     """
     with _manager(folder) as manager:
         step = _required_step(manager, folder)
-        return dict(manager.restore(step, args=ocp.args.Composite(**{_META: ocp.args.JsonRestore()}))[_META])
+        with _readable(folder / str(step)):
+            return dict(manager.restore(step, args=ocp.args.Composite(**{_META: ocp.args.JsonRestore()}))[_META])
 
 
 def restore_checkpoint(folder: Path, like: Any) -> tuple[Any, dict[str, Any]]:
@@ -77,21 +79,19 @@ def restore_checkpoint(folder: Path, like: Any) -> tuple[Any, dict[str, Any]]:
         The state, bit for bit as it was saved, and the JSON object.
 
     Raises:
-        InputError: there is no checkpoint, or its arrays are not those of `like`.
+        InputError: there is no checkpoint, it is damaged, or its arrays are not those of `like`.
     """
     wanted = _named_leaves(like)
     with _manager(folder) as manager:
         step = _required_step(manager, folder)
-        _check_same_arrays(manager.item_metadata(step)[_STATE].tree, wanted, folder / str(step))
-        restored = manager.restore(
-            step,
-            args=ocp.args.Composite(
-                **{
-                    _STATE: ocp.args.StandardRestore({name: _target(leaf) for name, leaf in wanted.items()}),
-                    _META: ocp.args.JsonRestore(),
-                }
-            ),
-        )
+        where = folder / str(step)
+        with _readable(where):
+            saved = manager.item_metadata(step)[_STATE].tree
+        _check_same_arrays(saved, wanted, where)
+        targets = {name: _target(leaf) for name, leaf in wanted.items()}
+        items = ocp.args.Composite(**{_STATE: ocp.args.StandardRestore(targets), _META: ocp.args.JsonRestore()})
+        with _readable(where):
+            restored = manager.restore(step, args=items)
     leaves = [_placed(restored[_STATE][name], leaf) for name, leaf in wanted.items()]
     return jax.tree.unflatten(jax.tree.structure(like), leaves), dict(restored[_META])
 
@@ -122,6 +122,18 @@ def _required_step(manager: ocp.CheckpointManager, folder: Path) -> int:
     if step is None:
         raise InputError(f"{folder} holds no complete checkpoint; start a new run instead of resuming")
     return step
+
+
+@contextlib.contextmanager
+def _readable(where: Path) -> Iterator[None]:
+    """Whatever orbax and tensorstore raise over files that are cut short or gone, as one sentence."""
+    try:
+        yield
+    except Exception as error:
+        reason = " ".join(str(error).split())[:120]
+        raise InputError(
+            f"checkpoint {where} is damaged ({reason}); delete that folder to continue from the checkpoint before it"
+        ) from error
 
 
 def _check_same_arrays(saved: Mapping[str, Any], wanted: Mapping[str, Any], where: Path) -> None:

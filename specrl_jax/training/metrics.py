@@ -10,7 +10,7 @@ import uuid
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 
@@ -107,7 +107,7 @@ class MetricsWriter:
         if self._wandb is not None:
             self._wandb.finish()
 
-    def __enter__(self) -> Self:
+    def __enter__(self) -> "MetricsWriter":
         return self
 
     def __exit__(

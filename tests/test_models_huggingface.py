@@ -146,7 +146,7 @@ def test_a_llama_that_transformers_would_not_load_is_not_saved():
 def test_a_saved_policy_is_the_folder_that_transformers_writes(tmp_path, dtype):
     name = "qwen2-yarn-untied"
     params, config = load_policy(write_checkpoint(tmp_path / "in", name), dtype=dtype)
-    tokenizer = small_tokenizer()
+    tokenizer = small_tokenizer(family="qwen2")
     save_policy(tmp_path / "deep" / "out", params, config, tokenizer, {"temperature": 0.5})
     folder = tmp_path / "deep" / "out"
     files = {"config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"}
@@ -340,6 +340,13 @@ def test_a_tokenizer_larger_than_the_embedding_is_refused(tmp_path, tiny_params)
     with pytest.raises(InputError, match="ids up to 61"):
         save_policy(tmp_path / "p", tiny_params, TINY, small_tokenizer(62))
     assert not list(tmp_path.iterdir())
+
+
+def test_a_tokenizer_that_transformers_would_replace_is_refused():
+    qwen2 = replace(PRESETS["tiny-qwen2"], vocab_size=61)
+    check_tokenizer_fits(small_tokenizer(family="qwen2"), qwen2)
+    with pytest.raises(InputError, match="every qwen2 policy"):
+        check_tokenizer_fits(small_tokenizer(), qwen2)
 
 
 def test_presets_have_the_published_sizes():

@@ -65,12 +65,19 @@ def load_policy(source: str | Path, dtype: Dtype | None = None) -> tuple[PolicyP
 
 
 def check_tokenizer_fits(tokenizer: Any, config: PolicyConfig) -> None:
-    """Refuse a tokenizer (transformers) with ids beyond the policy's embedding."""
+    """Refuse a tokenizer (transformers) with ids beyond the policy's embedding, or one lost when saved with it."""
     needed = max(tokenizer.get_vocab().values()) + 1
     if needed > config.vocab_size:
         raise InputError(
             f"the tokenizer has ids up to {needed - 1} and the policy's embedding {config.vocab_size} rows; "
             "use the tokenizer that belongs to the policy or a policy with a larger vocab_size"
+        )
+    # AutoTokenizer rebuilds the tokenizer of every model_type "qwen2" as a Qwen2Tokenizer, whatever its files say.
+    kind = type(tokenizer).__name__
+    if config.family == "qwen2" and not kind.startswith("Qwen2Tokenizer"):
+        raise InputError(
+            f"transformers loads the tokenizer of every qwen2 policy as a Qwen2Tokenizer, so a {kind} "
+            "would not load as it was saved; use a policy of the qwen3 or llama family with this tokenizer"
         )
 
 

@@ -123,7 +123,7 @@ def _weight_map(folder: Path) -> dict[str, Path]:
         raise InputError(
             f"{folder} holds neither {WEIGHTS_FILE} nor {INDEX_FILE}; save the policy there with safetensors"
         )
-    return dict.fromkeys(_headers(folder / WEIGHTS_FILE), folder / WEIGHTS_FILE)
+    return dict.fromkeys(tensor_headers(folder / WEIGHTS_FILE), folder / WEIGHTS_FILE)
 
 
 def _first_truncated(file: Path) -> str:
@@ -143,7 +143,7 @@ def _first_truncated(file: Path) -> str:
     return f"tensor {missing[0]}" if missing else "bytes that belong to no tensor"
 
 
-def _headers(file: Path) -> dict[str, tuple[tuple[int, ...], str]]:
+def tensor_headers(file: Path) -> dict[str, tuple[tuple[int, ...], str]]:
     """Shape and element type of every tensor of a file, without reading its data."""
     try:
         with safe_open(file, framework="numpy") as opened:
@@ -162,7 +162,7 @@ def _is_ignored(name: str, config: PolicyConfig) -> bool:
 
 def _check_tensors(folder: Path, config: PolicyConfig, files: dict[str, Path]) -> None:
     """Names, shapes and element types against the config, before any data is read."""
-    headers = {file: _headers(file) for file in sorted(set(files.values()))}
+    headers = {file: tensor_headers(file) for file in sorted(set(files.values()))}
     expected = tensor_shapes(config)
     for name, shape in expected.items():
         where = files.get(name)

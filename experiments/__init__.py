@@ -1,0 +1,1 @@
+"""Floor 5: scripts, each run as `python -m experiments.NAME`."""

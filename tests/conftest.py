@@ -7,6 +7,7 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 import flax.struct as struct
 import jax
+import pytest
 
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_dtype_promotion", "strict")
@@ -25,3 +26,10 @@ def _unchecked_dataclass(cls=None, **kwargs):
 
 
 struct.dataclass = _unchecked_dataclass
+
+
+def pytest_collection_modifyitems(items):
+    """A test without one of these marks would run nowhere."""
+    for item in items:
+        if not any(map(item.get_closest_marker, ("ci", "full"))):
+            raise pytest.UsageError(f"{item.nodeid} is marked neither ci nor full")

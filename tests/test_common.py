@@ -218,7 +218,7 @@ def test_a_run_resumes_with_the_options_it_was_started_with(tmp_path):
         InputError, match=r"--resume: optimizer.learning_rate is 0.5 but the run in .*run was made with"
     ):
         open_output(run, Config(run=run, optimizer=Optimizer(0.5)))
-    with pytest.raises(InputError, match="run.seed is 1 but"):
+    with pytest.raises(InputError, match=r"run\.seed is 1 but"):
         open_output(replace(run, seed=1), Config(run=replace(run, seed=1)))
     open_output(run, Config(run=run, steps=8), may_change=("steps",))
     assert json.loads((tmp_path / "run" / "config.json").read_text())["steps"] == 8

@@ -1,1 +1,1 @@
-""""""
+"""Floor 0: tasks, datasets, tokenizers and encoded prompts."""

@@ -1,1 +1,1 @@
-""""""
+"""Floor 1: drafters behind one protocol, and the losses that train them."""

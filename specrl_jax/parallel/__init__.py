@@ -1,1 +1,1 @@
-""""""
+"""Floor 0: the device mesh."""

@@ -1,1 +1,1 @@
-""""""
+"""Floor 4: training loops, checkpoints, metrics and plots."""

@@ -129,7 +129,7 @@ def draw_lengths(lengths: Mapping[str, Sequence[int]]) -> Figure | None:
     if not lengths:
         return None
     figure, (axis,) = _figure(1)
-    bins = np.linspace(0, max(max(values) for values in lengths.values()) + 1, 41)
+    bins = np.linspace(0, max(max(values) for values in lengths.values()) + 1, 41).tolist()
     for i, (label, values) in enumerate(lengths.items()):
         median, tail = np.percentile(values, [50, 99])
         text = f"{label}: median {median:.0f}, 99th percentile {tail:.0f}"

@@ -224,7 +224,7 @@ class RolloutEngine:
         law = sample_tokens(params, self.policy, self.config.law, out.hidden, keys, draws, self.numerics)
         return out, law
 
-    def _prefill(
+    def prefill(
         self, params: PolicyParams, draft_params: Any, prompts: Prompts, keys: UInt32[Array, "b 2"]
     ) -> tuple[Rows, Trajectory]:
         """Read every prompt once, hand the result to its samples, and draw their first tokens."""
@@ -279,7 +279,7 @@ class RolloutEngine:
             keys: noise key of every sequence, `b = g * samples_per_prompt`, group-major
                 (`specrl_jax.rollout.noise.sequence_keys`).
         """
-        rows, trajectory = self._prefill(params, draft_params, prompts, keys)
+        rows, trajectory = self.prefill(params, draft_params, prompts, keys)
         rungs = self.config.rungs(rows.done.shape[0])
         for size, next_size in zip(rungs, (*rungs[1:], 0), strict=True):
             live_first = jnp.argsort(rows.done, stable=True)[:size]

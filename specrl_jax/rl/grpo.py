@@ -1,0 +1,294 @@
+"""The GRPO step: rollout, verification and policy update in one pure function.
+
+1. Roll out a group of responses to every prompt (`rollout/engine.py`).
+2. Reward them and compare each with its group.
+3. Update the policy on disjoint minibatches of groups, one or more epochs.
+4. Update the draft head on what the policy's forwards of step 3 left behind.
+
+The pieces run under `shard_map` over the mesh's data axis: prompts are split,
+parameters replicated, and the only communication is the sum of gradients and
+counts. `GrpoStep.step` composes them for `lax.scan`; a host reward, or a timed
+step, runs the same pieces in turn. Every piece computes inside loops of its own,
+so both ways give the same bits.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import struct
+from jax import lax
+from jaxtyping import Array, Float, Int, UInt32
+
+from specrl_jax.data.prompts import Prompts
+from specrl_jax.drafters.eagle3_params import Eagle3Params
+from specrl_jax.drafters.eagle3_training import DraftBatch
+from specrl_jax.errors import InputError
+from specrl_jax.models.numerics import isolated, opaque_int
+from specrl_jax.models.params import PolicyParams
+from specrl_jax.parallel.mesh import DATA
+from specrl_jax.rl.advantages import group_advantages, zero_advantage_groups
+from specrl_jax.rl.drafting import DraftExamples, DraftTraining
+from specrl_jax.rl.losses import LossConfig, loss_denominator, masked_mean, policy_loss
+from specrl_jax.rl.microbatches import MicrobatchConfig, over_microbatches
+from specrl_jax.rl.optimizers import OptimizerConfig, apply_gradients, make_optimizer
+from specrl_jax.rl.scoring import Scorer
+from specrl_jax.rollout.engine import RolloutEngine
+from specrl_jax.rollout.noise import sequence_keys
+from specrl_jax.rollout.trajectory import Sequences, Trajectory, to_sequences
+
+
+@dataclass(frozen=True)
+class UpdateConfig:
+    """loss: clip range, KL weight, aggregation.
+
+    optimizer: the policy's.
+    microbatch: sequences per gradient accumulation step, per device.
+    updates_per_rollout: disjoint minibatches of groups, each with an optimizer step.
+    epochs: passes over them.
+    normalize_std: divide advantages by the group's standard deviation.
+    recompute_logprobs: take old log-probs from a training forward instead of the rollout.
+    draft_sequences: sequences per microbatch that also train the draft head, 0 for none.
+    """
+
+    loss: LossConfig
+    optimizer: OptimizerConfig
+    microbatch: MicrobatchConfig
+    updates_per_rollout: int = 1
+    epochs: int = 1
+    normalize_std: bool = True
+    recompute_logprobs: bool = False
+    draft_sequences: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("updates_per_rollout", "epochs"):
+            if getattr(self, name) < 1:
+                raise InputError(f"update {name} is {getattr(self, name)}; it must be at least 1")
+        if not 0 <= self.draft_sequences <= self.microbatch.rows:
+            raise InputError(
+                f"update draft_sequences is {self.draft_sequences}; choose 0 to {self.microbatch.rows}, the microbatch"
+            )
+
+
+@struct.dataclass
+class GrpoState:
+    """Everything a run carries from step to step.
+
+    params, opt_state: the policy and its optimizer.
+    draft, draft_opt_state: the draft head and its optimizer, or None.
+    reference: the policy of the KL penalty, or None.
+    updates: optimizer steps of the policy so far; part of the noise key of the next rollout.
+    issued: prompts issued so far, the global problem counter.
+    """
+
+    params: PolicyParams
+    opt_state: Any
+    draft: Eagle3Params | None
+    draft_opt_state: Any
+    reference: PolicyParams | None
+    updates: Int[Array, ""]
+    issued: Array
+
+
+@struct.dataclass
+class Minibatch:
+    """Sequences with what the loss reads besides the policy."""
+
+    sequences: Sequences
+    advantages: Float[Array, "b"]
+    ref_log_probs: Float[Array, "b t"] | None
+
+
+@dataclass(frozen=True)
+class GrpoStep:
+    """The static part of a step. All methods are pure and run inside `shard_map` over the data axis.
+
+    seed: of the rollout noise.
+    """
+
+    engine: RolloutEngine
+    scorer: Scorer
+    update_config: UpdateConfig
+    drafting: DraftTraining | None
+    seed: int
+
+    def init(
+        self, params: PolicyParams, draft: Eagle3Params | None = None, reference: PolicyParams | None = None
+    ) -> GrpoState:
+        """The state before the first step."""
+        draft_opt_state = None
+        if draft is not None and self.drafting is not None:
+            draft_opt_state = self.drafting.init(draft)
+        return GrpoState(
+            params=params,
+            opt_state=self._optimizer.init(params),
+            draft=draft,
+            draft_opt_state=draft_opt_state,
+            reference=reference,
+            updates=jnp.int32(0),
+            issued=jnp.uint32(0),
+        )
+
+    @property
+    def _optimizer(self) -> optax.GradientTransformation:
+        return make_optimizer(self.update_config.optimizer)
+
+    @property
+    def samples(self) -> int:
+        """Responses per prompt."""
+        return self.engine.config.samples_per_prompt
+
+    def noise_keys(self, state: GrpoState, prompts: Prompts) -> UInt32[Array, "b 2"]:
+        """Noise key of every sequence of the next rollout."""
+        samples = jnp.tile(jnp.arange(self.samples, dtype=jnp.int32), prompts.tokens.shape[0])
+        row_ids = jnp.repeat(prompts.row_ids, self.samples)
+        return sequence_keys(self.seed, "rollout", state.updates, row_ids, samples)
+
+    def rollout(self, state: GrpoState, prompts: Prompts) -> Trajectory:
+        """Responses to the prompts of this device; speculation counts are summed over the mesh."""
+        keys = self.noise_keys(state, prompts)
+        draft = state.draft if self.engine.speculative else None
+        trajectory = self.engine.rollout(state.params, draft, prompts, keys)
+        totals = lax.psum((trajectory.stats, trajectory.entropy_sum), DATA)
+        return trajectory.replace(stats=totals[0], entropy_sum=totals[1])
+
+    def prepare(self, state: GrpoState, trajectory: Trajectory) -> tuple[Sequences, Float[Array, "b t"] | None]:
+        """Sequences with their old log-probs as configured, and the reference's where there is one."""
+        sequences, microbatch = to_sequences(trajectory), self.update_config.microbatch
+        if self.update_config.recompute_logprobs:
+            old = self.scorer.log_probs(state.params, sequences, microbatch)
+            sequences = sequences.replace(log_probs=jnp.where(sequences.mask, old, 0.0))
+        if state.reference is None:
+            return sequences, None
+        return sequences, self.scorer.log_probs(state.reference, sequences, microbatch)
+
+    def _gradients(
+        self, params: PolicyParams, micro: Minibatch, denominator: Float[Array, ""]
+    ) -> tuple[Any, Any]:
+        """Gradient and metrics of one microbatch, and what its first sequences leave for the draft head."""
+        kept = self.update_config.draft_sequences
+        boundaries = self.drafting.head.boundaries if self.drafting is not None and kept else ()
+
+        def loss(params: PolicyParams) -> tuple[Array, tuple[Any, Any]]:
+            scores = self.scorer.score(params, micro.sequences, boundaries)
+            mask = micro.sequences.mask
+            value, metrics = policy_loss(
+                scores.log_probs,
+                micro.sequences.log_probs,
+                micro.advantages,
+                mask,
+                self.update_config.loss,
+                micro.ref_log_probs,
+                denominator,
+            )
+            metrics["entropy"] = masked_mean(lax.stop_gradient(scores.entropy), mask)
+            return value, (metrics, (scores.features, scores.log_law))
+
+        (value, (metrics, taught)), grads = jax.value_and_grad(loss, has_aux=True)(params)
+        left = None
+        if self.drafting is not None and boundaries:
+            sequences, (features, log_law) = jax.tree.map(lambda x: x[:kept], (micro.sequences, taught))
+            batch = DraftBatch(sequences.tokens, features, self.drafting.teacher(log_law), sequences.mask)
+            left = DraftExamples(batch, sequences.lengths)
+        return (grads, value, metrics), left
+
+    def update(
+        self,
+        state: GrpoState,
+        trajectory: Trajectory,
+        prepared: tuple[Sequences, Float[Array, "b t"] | None],
+        rewards: Float[Array, "b"],
+    ) -> tuple[GrpoState, dict[str, Array], DraftExamples | None]:
+        """Policy updates on one rollout; `prepared` comes from `prepare`.
+
+        Returns:
+            The new state, metrics averaged over the updates, and the draft head's examples from
+            the last epoch (None where it is not trained).
+        """
+        sequences, ref_log_probs = prepared
+        advantages = isolated(
+            lambda r: group_advantages(r, self.samples, normalize_std=self.update_config.normalize_std), rewards
+        )
+        whole = Minibatch(sequences, advantages, ref_log_probs)
+        parts, steps = self.update_config.updates_per_rollout, self.update_config.epochs
+        size = rewards.shape[0] // parts
+        microbatch = self.update_config.microbatch
+
+        def one_update(i: Int[Array, ""], carry: Any) -> Any:
+            params, opt_state, metrics, left = carry
+            part = i % parts
+            mini = jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, part * size, size), whole)
+            denominator = lax.psum(loss_denominator(mini.sequences.mask, self.update_config.loss), DATA)
+            sums, new_left = over_microbatches(
+                lambda params, micro: self._gradients(params, micro, denominator),
+                params,
+                mini,
+                mini.sequences.lengths,
+                microbatch,
+            )
+            grads, value, means = lax.psum(sums, DATA)
+            params, opt_state, norm = isolated(
+                lambda *args: apply_gradients(self._optimizer, *args), params, opt_state, grads
+            )
+            new = {name: mean.value for name, mean in means.items()} | {"loss": value, "grad_norm": norm}
+            left = jax.tree.map(
+                lambda all_, x: lax.dynamic_update_slice_in_dim(all_, x, part * x.shape[0], 0), left, new_left
+            )
+            return params, opt_state, jax.tree.map(jnp.add, metrics, new), left
+
+        count = parts * steps
+        start = self._empty_carry(state, whole, size)
+        params, opt_state, metrics, left = lax.fori_loop(0, opaque_int(count), one_update, start)
+        metrics = {name: total / count for name, total in metrics.items()}
+        new_state = state.replace(
+            params=params,
+            opt_state=opt_state,
+            updates=state.updates + count,
+            issued=state.issued + jnp.uint32(1) * lax.psum(trajectory.prompts.lengths.shape[0], DATA),
+        )
+        return new_state, metrics | self._reward_metrics(trajectory, rewards), left
+
+    def _empty_carry(self, state: GrpoState, whole: Minibatch, size: int) -> Any:
+        """Zeros of the loop's carry: metrics, and room for the draft head's examples of all minibatches."""
+        mini = jax.tree.map(lambda x: x[:size], whole)
+        microbatch = self.update_config.microbatch
+        (_, _, means), left = jax.eval_shape(
+            lambda: over_microbatches(
+                lambda params, micro: self._gradients(params, micro, jnp.float32(1.0)),
+                state.params,
+                mini,
+                mini.sequences.lengths,
+                microbatch,
+            )
+        )
+        parts = self.update_config.updates_per_rollout
+        metrics = {name: jnp.float32(0.0) for name in (*means, "loss", "grad_norm")}
+        room = jax.tree.map(lambda s: jnp.zeros((parts * s.shape[0], *s.shape[1:]), s.dtype), left)
+        return state.params, state.opt_state, metrics, room
+
+    def _reward_metrics(self, trajectory: Trajectory, rewards: Float[Array, "b"]) -> dict[str, Array]:
+        """Means over the whole batch of what the rollout earned."""
+        sums = {
+            "reward_mean": jnp.sum(rewards),
+            "truncated_fraction": jnp.sum(~trajectory.ended, dtype=jnp.float32),
+            "response_length": jnp.sum(trajectory.lengths, dtype=jnp.float32),
+            "zero_advantage_groups": zero_advantage_groups(rewards, self.samples).astype(jnp.float32),
+        }
+        count = jnp.float32(rewards.shape[0])
+        sums, count = lax.psum((sums, count), DATA)
+        groups = sums.pop("zero_advantage_groups")
+        return {name: total / count for name, total in sums.items()} | {"zero_advantage_groups": groups}
+
+    def update_drafter(
+        self, state: GrpoState, examples: DraftExamples | None
+    ) -> tuple[GrpoState, dict[str, Array]]:
+        """One optimizer step of the draft head; the state as it is where the head is not trained."""
+        if self.drafting is None or examples is None or state.draft is None:
+            return state, {}
+        draft, opt_state, metrics = self.drafting.update(
+            state.draft, state.draft_opt_state, state.params.embed, examples
+        )
+        return state.replace(draft=draft, draft_opt_state=opt_state), metrics
+

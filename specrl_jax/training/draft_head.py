@@ -1,0 +1,72 @@
+"""Offline training of the draft head on the policy's own rollouts."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+from jax import lax
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Array, Int
+
+from specrl_jax.drafters.eagle3_params import Eagle3Params
+from specrl_jax.models.params import PolicyParams
+from specrl_jax.parallel.mesh import DATA
+from specrl_jax.rl.drafting import DraftTraining
+from specrl_jax.rl.program import over_mesh
+from specrl_jax.rollout.trajectory import Sequences
+
+
+@struct.dataclass
+class DraftState:
+    """draft, opt_state: the head and its optimizer. step: updates so far."""
+
+    draft: Eagle3Params
+    opt_state: Any
+    step: Int[Array, ""]
+
+
+@dataclass(frozen=True)
+class OfflineDraftTraining:
+    """training: loss and optimizer of the head.
+
+    sequences: rollouts per update, per device. seed: of their order.
+    """
+
+    training: DraftTraining
+    sequences: int
+    seed: int
+
+    def init(self, draft: Eagle3Params) -> DraftState:
+        """The state before the first update."""
+        return DraftState(draft, self.training.init(draft), jnp.int32(0))
+
+    def _batch(self, step: Int[Array, ""], corpus: Sequences) -> Sequences:
+        """Sequences of an update: each epoch goes through the corpus in an order of its own."""
+        count = corpus.lengths.shape[0]
+        per_epoch = count // self.sequences
+        key = jax.random.fold_in(jax.random.key(self.seed), step // per_epoch)
+        chosen = lax.dynamic_slice_in_dim(
+            jax.random.permutation(key, count), step % per_epoch * self.sequences, self.sequences
+        )
+        return jax.tree.map(lambda x: x[chosen], corpus)
+
+    def program(
+        self, mesh: Mesh, steps: int
+    ) -> Callable[[DraftState, PolicyParams, Sequences], tuple[DraftState, dict[str, Array]]]:
+        """`steps` updates as one compiled scan over `(state, policy, corpus)`; metrics have the step first."""
+
+        def run(state: DraftState, policy: PolicyParams, corpus: Sequences) -> Any:
+            def one(state: DraftState, _: None) -> tuple[DraftState, dict[str, Array]]:
+                examples = self.training.examples(policy, self._batch(state.step, corpus))
+                draft, opt_state, metrics = self.training.update(
+                    state.draft, state.opt_state, policy.embed, examples
+                )
+                return DraftState(draft, opt_state, state.step + 1), metrics
+
+            return lax.scan(one, state, None, length=steps)
+
+        return over_mesh(mesh, run, (P(), P(), P(DATA)), (P(), P()))

@@ -1,0 +1,213 @@
+"""A GRPO run: dispatches of the compiled step, with metrics, checkpoints and held-out accuracy.
+
+With an in-graph reward, `scan_steps` steps are one dispatch of one compiled
+program. Every tenth dispatch instead runs the same pieces one by one and times
+them; both give the same bits. With a host reward every step runs in pieces.
+"""
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from specrl_jax.data.prompts import Prompts
+from specrl_jax.rl.grpo import GrpoState
+from specrl_jax.rl.program import GrpoProgram
+from specrl_jax.rollout.trajectory import Trajectory
+from specrl_jax.training.checkpoints import latest_step, restore_checkpoint, save_checkpoint
+from specrl_jax.training.metrics import MetricsWriter
+from specrl_jax.training.speculation import response_metrics
+from specrl_jax.training.trajectory_log import TrajectoryLog
+
+MEASURED_EVERY = 10
+"""Every so many dispatches the pieces run one by one, timed."""
+
+
+class HostTask(Protocol):
+    """Prompts and rewards from the host."""
+
+    def issue(self, step: int) -> tuple[Prompts, Any]:
+        """Prompts of a step, and what `reward` judges by."""
+
+    def reward(self, problems: Any, trajectory: Trajectory) -> np.ndarray:
+        """Reward of each response, `[b]` float32; the trajectory is on the host."""
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """steps: GRPO steps in all. scan_steps: steps per dispatch. eval_every: steps between evaluations, 0 for never."""
+
+    steps: int
+    scan_steps: int = 5
+    eval_every: int = 0
+
+
+@dataclass
+class RunReport:
+    """What a finished run leaves in memory; everything else is in its folder."""
+
+    state: GrpoState
+    trajectory_sha256: str
+    last: Trajectory
+
+
+Evaluate = Callable[[GrpoState], Mapping[str, Any]]
+OnStep = Callable[[int, Mapping[str, Any], Trajectory, np.ndarray], None]
+
+
+@dataclass(frozen=True, eq=False)
+class GrpoRun:
+    """Runs a program in a folder.
+
+    folder: receives metrics.jsonl, trajectories.bin and checkpoints/.
+    evaluate: held-out figures of a state; they join the row of the step they follow.
+    on_step: called with the number of the step (from 1), its row, trajectory and rewards.
+    host_task: prompts and rewards, where the program has no in-graph task.
+    """
+
+    program: GrpoProgram
+    config: RunConfig
+    folder: Path
+    evaluate: Evaluate
+    on_step: OnStep
+    host_task: HostTask | None = None
+    tensorboard: bool = False
+    wandb: bool = False
+    _scans: dict[int, Any] = field(default_factory=dict)
+
+    def _place(self, state: GrpoState) -> GrpoState:
+        """Replicated over the mesh, as the programs return it: a second placement would compile them twice."""
+        return jax.device_put(state, NamedSharding(self.program.mesh, P()))
+
+    def run(self, state: GrpoState) -> RunReport:
+        """Run to the last step, from the folder's last checkpoint where there is one."""
+        checkpoints = self.folder / "checkpoints" / "grpo"
+        done, dispatches, size = 0, 0, 0
+        state = self._place(state)
+        if latest_step(checkpoints) is not None:
+            state, meta = restore_checkpoint(checkpoints, state)
+            done, dispatches, size = meta["step"], meta["dispatches"], meta["trajectory_bytes"]
+        log = TrajectoryLog(self.folder, size)
+        last = None
+        with MetricsWriter(
+            self.folder, resume_step=done + 1 if done else None, tensorboard=self.tensorboard, wandb=self.wandb
+        ) as writer:
+            if done == 0:
+                self._baseline_row(writer, state)
+            while done < self.config.steps:
+                count = min(self._until_stop(done), self.config.steps - done)
+                state, rows, trajectories, rewards = self._dispatch(state, done, count, dispatches)
+                done, dispatches = done + count, dispatches + 1
+                if self.config.eval_every and (done % self.config.eval_every == 0 or done == self.config.steps):
+                    rows[-1] |= self.evaluate(state)
+                for i, row in enumerate(rows):
+                    last = jax.tree.map(lambda x, i=i: x[i], trajectories)
+                    step = done - count + i + 1
+                    row |= response_metrics(last)
+                    log.append(last)
+                    writer.write(step, row)
+                    self.on_step(step, row, last, rewards[i])
+                meta = {"step": done, "dispatches": dispatches, "trajectory_bytes": log.size}
+                save_checkpoint(checkpoints, done, state, meta)
+        return RunReport(state, log.close(), last)
+
+    def _baseline_row(self, writer: MetricsWriter, state: GrpoState) -> None:
+        if self.config.eval_every:
+            writer.write(0, dict(self.evaluate(state)))
+
+    def _until_stop(self, done: int) -> int:
+        """Steps to the next dispatch boundary or evaluation."""
+        until = self.config.scan_steps
+        if self.config.eval_every:
+            until = min(until, self.config.eval_every - done % self.config.eval_every)
+        return until
+
+    def _dispatch(
+        self, state: GrpoState, done: int, count: int, dispatch: int
+    ) -> tuple[GrpoState, list[dict[str, Any]], Any, np.ndarray]:
+        """Some steps: the state, a row per step, and trajectories and rewards on the host, steps first."""
+        if self.host_task is None and dispatch % MEASURED_EVERY:
+            return self._scanned(state, count)
+        rows, trajectories, rewards = [], [], []
+        for i in range(count):
+            if i == 0 and dispatch == 0:
+                self._piecewise(state, done)  # compiles; its result is computed again, timed
+            state, row, trajectory, reward = self._piecewise(state, done + i)
+            rows.append(row)
+            trajectories.append(trajectory)
+            rewards.append(reward)
+        stacked = jax.tree.map(lambda *x: np.stack(x), *trajectories)
+        return state, rows, stacked, np.stack(rewards)
+
+    def _scanned(self, state: GrpoState, count: int) -> tuple[GrpoState, list[dict[str, Any]], Any, np.ndarray]:
+        if count not in self._scans:
+            self._scans[count] = self.program.scanned(count).lower(state).compile()
+        start = time.perf_counter()
+        state, outputs = jax.block_until_ready(self._scans[count](state))
+        seconds = (time.perf_counter() - start) / count
+        metrics, trajectories, rewards = jax.device_get(outputs)
+        rows = [{name: _plain(value[i]) for name, value in metrics.items()} for i in range(count)]
+        for i, row in enumerate(rows):
+            tokens = int(trajectories.lengths[i].sum())
+            row |= {"timing": "scanned", "time_step_s": seconds, "tokens_per_second_step": tokens / seconds}
+        return state, rows, trajectories, rewards
+
+    def _piecewise(self, state: GrpoState, step: int) -> tuple[GrpoState, dict[str, Any], Trajectory, np.ndarray]:
+        """One step in pieces, each timed with its result waited for."""
+        program, clock = self.program, _Clock()
+        if self.host_task is None:
+            prompts, problems = clock("time_data_s", program.issue, state)
+        else:
+            prompts, problems = clock("time_data_s", self.host_task.issue, step)
+        trajectory = clock("time_rollout_s", program.rollout, state, prompts)
+        if self.host_task is None:
+            rewards = clock("time_reward_s", program.reward, state, problems, trajectory)
+        else:
+            rewards = clock("time_reward_s", self._host_reward, problems, trajectory)
+        prepared = clock("time_logprob_s", program.prepare, state, trajectory)
+        new_state, metrics, examples = clock(
+            "time_update_s", program.update, state, trajectory, prepared, rewards
+        )
+        new_state, draft_metrics = clock("time_draft_update_s", program.update_drafter, new_state, examples)
+        times = clock.seconds | {"time_step_s": sum(clock.seconds.values())}
+        # Prefill is part of the rollout; alone it is timed beside the step.
+        clock("time_prefill_s", program.prefill, state, prompts)
+        times["time_prefill_s"] = clock.seconds["time_prefill_s"]
+        host = jax.device_get(trajectory)
+        row = {name: _plain(value) for name, value in (metrics | draft_metrics).items()}
+        row |= times | {
+            "timing": "measured",
+            "rollout_share": times["time_rollout_s"] / times["time_step_s"],
+            "tokens_per_second": int(host.lengths.sum()) / times["time_rollout_s"],
+        }
+        return new_state, row, host, np.asarray(rewards)
+
+    def _host_reward(self, problems: Any, trajectory: Trajectory) -> jax.Array:
+        if self.host_task is None:
+            raise ValueError("there is no host task")
+        return jnp.asarray(self.host_task.reward(problems, jax.device_get(trajectory)), jnp.float32)
+
+
+class _Clock:
+    """Seconds of calls by name, each with its result waited for."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+
+    def __call__(self, name: str, fn: Callable[..., Any], *args: Any) -> Any:
+        start = time.perf_counter()
+        result = jax.block_until_ready(fn(*args))
+        self.seconds[name] = time.perf_counter() - start
+        return result
+
+
+def _plain(value: Any) -> Any:
+    array = np.asarray(value)
+    return array.tolist() if array.ndim else float(array)

@@ -1,0 +1,85 @@
+"""Responses to many prompts outside the GRPO step: evaluation, generation, data for the draft head."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+from specrl_jax.data.prompts import Prompts
+from specrl_jax.models.params import PolicyParams
+from specrl_jax.parallel.mesh import DATA
+from specrl_jax.rl.program import over_mesh, trajectory_specs
+from specrl_jax.rollout.engine import RolloutEngine
+from specrl_jax.rollout.noise import Purpose, sequence_keys
+from specrl_jax.rollout.trajectory import Trajectory
+
+
+@dataclass(frozen=True, eq=False)
+class Sampler:
+    """One compiled rollout for any number of prompts.
+
+    purpose: what the responses are for; it separates their noise from the training rollouts'.
+    seed: of the noise.
+    batch: prompts per call, over the whole mesh.
+    """
+
+    engine: RolloutEngine
+    mesh: Mesh
+    purpose: Purpose
+    seed: int
+    batch: int
+
+    @cached_property
+    def _program(self) -> Any:
+        def run(params: PolicyParams, draft: Any, prompts: Prompts) -> Trajectory:
+            samples = self.engine.config.samples_per_prompt
+            index = jnp.tile(jnp.arange(samples, dtype=jnp.int32), prompts.tokens.shape[0])
+            keys = sequence_keys(self.seed, self.purpose, 0, jnp.repeat(prompts.row_ids, samples), index)
+            trajectory = self.engine.rollout(params, draft, prompts, keys)
+            stats, entropy = lax.psum((trajectory.stats, trajectory.entropy_sum), DATA)
+            return trajectory.replace(stats=stats, entropy_sum=entropy)
+
+        return over_mesh(self.mesh, run, (P(), P(), P(DATA)), trajectory_specs(P(DATA)))
+
+    def batches(self, params: PolicyParams, draft: Any, prompts: Prompts) -> Iterator[Trajectory]:
+        """Responses in batches on the host; a last batch that is not full is padded and cut again."""
+        draft = draft if self.engine.speculative else None
+        total = prompts.lengths.shape[0]
+        for start in range(0, total, self.batch):
+            picked = np.minimum(np.arange(start, start + self.batch), total - 1)
+            batch = jax.tree.map(lambda x, rows=picked: jnp.asarray(x)[rows], prompts)
+            trajectory = jax.device_get(self._program(params, draft, batch))
+            yield first_prompts(trajectory, min(self.batch, total - start))
+
+
+def first_prompts(trajectory: Trajectory, count: int) -> Trajectory:
+    """The responses to the first `count` prompts; the counts of speculation stay those of all."""
+    groups = trajectory.prompts.lengths.shape[0]
+    rows = count * (trajectory.lengths.shape[0] // groups)
+    return trajectory.replace(
+        prompts=jax.tree.map(lambda x: x[:count], trajectory.prompts),
+        **{name: getattr(trajectory, name)[:rows] for name in ("tokens", "log_probs", "lengths", "ended")},
+    )
+
+
+def concatenate(trajectories: list[Trajectory]) -> Trajectory:
+    """One trajectory from several; counts are added."""
+    rows = ("tokens", "log_probs", "lengths", "ended")
+    return Trajectory(
+        prompts=jax.tree.map(lambda *x: np.concatenate(x), *(t.prompts for t in trajectories)),
+        **{name: np.concatenate([getattr(t, name) for t in trajectories]) for name in rows},
+        entropy_sum=sum(t.entropy_sum for t in trajectories),
+        stats=jax.tree.map(lambda *x: sum(x), *(t.stats for t in trajectories)),
+    )
+
+
+def sample_all(sampler: Sampler, params: PolicyParams, draft: Any, prompts: Prompts) -> Trajectory:
+    """Responses to all prompts, on the host."""
+    return concatenate(list(sampler.batches(params, draft, prompts)))

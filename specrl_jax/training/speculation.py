@@ -1,0 +1,47 @@
+"""Figures of speculation from the counts of rollouts."""
+
+from typing import Any
+
+import numpy as np
+
+from specrl_jax.rollout.trajectory import RolloutStats, Trajectory
+
+
+def speculation_metrics(stats: RolloutStats) -> dict[str, Any]:
+    """Acceptance length and rates; empty without rounds (draft length 0).
+
+    acceptance_length: 1 + accepted / rounds over uncut rounds, the policy's own token included.
+    survival_per_position: uncut rounds that accepted draft `i`, as a share of all uncut rounds.
+    acceptance_rate_per_position: the same as a share of the uncut rounds that drafted position
+        `i`; every round of a fixed draft length drafts every position.
+    conditional_acceptance: share of the rounds that accepted draft `i - 1` and accepted draft `i` too.
+    cut_rounds_fraction: rounds stopped by an end token or the maximum length.
+    """
+    rounds, cut = int(stats.rounds), int(stats.cut_rounds)
+    if rounds == 0:
+        return {}
+    survival = np.asarray(stats.accepted_at, np.float64) / rounds
+    before = np.concatenate([[1.0], survival[:-1]])
+    return {
+        "acceptance_length": 1.0 + int(stats.accepted) / rounds,
+        "acceptance_rate_per_position": survival.tolist(),
+        "survival_per_position": survival.tolist(),
+        "conditional_acceptance": (survival / np.maximum(before, 1e-12)).tolist(),
+        "cut_rounds_fraction": cut / (rounds + cut),
+    }
+
+
+def response_metrics(trajectory: Trajectory) -> dict[str, Any]:
+    """Lengths in tokens, entropy in nats per token, and speculation, of a trajectory on the host."""
+    lengths = np.asarray(trajectory.lengths)
+    ended = lengths[np.asarray(trajectory.ended)]
+    tokens = int(lengths.sum())
+    figures = {
+        "response_tokens": tokens,
+        "response_length_median": float(np.median(lengths)),
+        "response_length_p99_ended": float(np.percentile(ended, 99)) if len(ended) else 0.0,
+        "truncated_fraction": float(1.0 - np.mean(trajectory.ended)),
+        "entropy": float(trajectory.entropy_sum) / max(tokens, 1),
+        "policy_forwards_per_sequence": int(trajectory.stats.steps) / max(len(lengths), 1),
+    }
+    return figures | speculation_metrics(trajectory.stats)

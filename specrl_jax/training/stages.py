@@ -1,0 +1,49 @@
+"""Stages that scan many updates per dispatch: supervised warm-up and draft-head training."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import jax
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from specrl_jax.training.checkpoints import latest_step, restore_checkpoint, save_checkpoint
+
+StateT = TypeVar("StateT")
+
+
+def run_stage(
+    folder: Path,
+    mesh: Mesh,
+    state: StateT,
+    *,
+    total: int,
+    chunk: int,
+    program: Callable[[int], Callable[[StateT], tuple[StateT, dict[str, Any]]]],
+    on_chunk: Callable[[int, int, dict[str, Any]], None],
+) -> StateT:
+    """Run `total` updates in dispatches of `chunk`, from the last checkpoint in `folder` where there is one.
+
+    Args:
+        folder: of the stage's checkpoints.
+        mesh: the state is replicated over it.
+        state: before the first update.
+        total, chunk: updates in all, and per dispatch.
+        program: `program(n)` is a compiled `state -> (state, metrics)` of `n` updates.
+        on_chunk: called with updates done, updates in this dispatch, and its metrics (steps first).
+    """
+    state = jax.device_put(state, NamedSharding(mesh, P()))
+    done = latest_step(folder) or 0
+    if done:
+        state, _ = restore_checkpoint(folder, state)
+    programs: dict[int, Callable[[StateT], tuple[StateT, dict[str, Any]]]] = {}
+    while done < total:
+        count = min(chunk, total - done)
+        if count not in programs:
+            programs[count] = program(count)
+        state, metrics = programs[count](state)
+        done += count
+        on_chunk(done, count, jax.device_get(metrics))
+        save_checkpoint(folder, done, state, {"step": done}, keep=1)
+    return state

@@ -20,6 +20,7 @@ import jax
 from experiments.common import RunOptions
 from specrl_jax.errors import InputError
 from specrl_jax.training.metrics import METRICS_FILE, to_json, write_json
+from specrl_jax.training.trajectory_log import TRAJECTORY_FILE
 
 CONFIG_FILE = "config.json"
 
@@ -29,6 +30,7 @@ _MODEL_FILES = ("*.json", "*.safetensors", "*.jinja", "*.txt")
 RUN_FILES = (
     CONFIG_FILE,
     METRICS_FILE,
+    TRAJECTORY_FILE,
     "summary.json",
     "results.json",
     "results.md",

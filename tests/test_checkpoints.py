@@ -116,8 +116,8 @@ def test_a_kill_while_saving_leaves_the_checkpoint_before_and_no_noise(tmp_path)
     restored, meta = restore_checkpoint(tmp_path, {"weights": jnp.zeros(1000)})
     assert meta == {"step": 1}
     assert (restored["weights"] == 1.0).all()
-    save_checkpoint(tmp_path, 2, restored, {"step": 2})
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["1", "2"]
+    save_checkpoint(tmp_path, 3, restored, {"step": 3})
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["1", "3"]
 
 
 def test_bad_checkpoints_are_named_in_one_sentence(tmp_path):

@@ -157,7 +157,7 @@ def test_overwrite_deletes_a_run_and_nothing_else(tmp_path):
         "policy/thesis.pdf",
         "baseline/notes.md",
         "data/config.json",
-        "policy/deep/config.json",
+        "old.png/notes.md",
     ):
         path = folder / foreign
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -177,8 +177,8 @@ def test_links_are_never_followed_by_overwrite(tmp_path):
     precious.mkdir()
     (precious / "config.json").touch()
     folder = _started(tmp_path)
-    for name in ("policy", "checkpoints"):
-        (folder / name).symlink_to(precious)
+    for name, target in (("policy", precious), ("checkpoints", precious), ("samples.txt", precious / "config.json")):
+        (folder / name).symlink_to(target)
         with pytest.raises(InputError, match=f"holds {name}, which no run made"):
             _started(tmp_path, overwrite=True)
         (folder / name).unlink()

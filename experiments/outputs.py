@@ -25,7 +25,7 @@ from specrl_jax.training.trajectory_log import TRAJECTORY_FILE
 CONFIG_FILE = "config.json"
 
 # Everything that a run writes into its folder; `*` stays within one name.
-_MODEL_FOLDERS = ("policy", "policy_best", "drafter")
+_MODEL_FOLDERS = ("warmup", "policy", "policy_best", "drafter")
 _MODEL_FILES = ("*.json", "*.safetensors", "*.jinja", "*.txt")
 RUN_FILES = (
     CONFIG_FILE,
@@ -45,8 +45,8 @@ RUN_TREES = ("checkpoints", "tensorboard", "wandb", "profile")
 # Runs within the run.
 RUN_FOLDERS = ("baseline",)
 
-# Options that a resumed run may give differently.
-_RESUME_MAY_CHANGE = ("run.out", "run.preset", "run.resume", "run.overwrite")
+# Options that change nothing about the run itself.
+_RESUME_MAY_CHANGE = ("run.out", "run.preset", "run.resume", "run.overwrite", "profile", "tensorboard", "wandb")
 
 
 def check_output(run: RunOptions) -> None:

@@ -144,8 +144,12 @@ def test_laws_of_terms():
     assert len(two) == 90
     # Chi-square of 89 degrees of freedom: mean 89, standard deviation 13.3.
     assert ((two - two.mean()) ** 2 / two.mean()).sum() < 160
-    # A subtraction is drawn half the time where it is possible, which is not always.
-    assert 0.3 < (terms < 0).sum() / (terms[:, 1:] != 0).sum() < 0.5
+    # A subtraction is drawn half the time where it is possible, whatever the size of the term.
+    before, later = np.cumsum(terms, axis=1)[:, :-1], terms[:, 1:]
+    for low, high in ((1, 10), (10, 100), (100, 1000)):
+        possible = (np.abs(later) >= low) & (np.abs(later) < high) & (np.abs(later) <= before)
+        assert possible.sum() > 1000
+        np.testing.assert_allclose((later < 0)[possible].mean(), 0.5, atol=0.03)
 
 
 def test_lengths_have_a_long_tail():
@@ -268,8 +272,8 @@ def test_reward_is_pythons_whatever_the_tokens(kind):
         assert sum(map(len, encoded)) < 0.98 * sum(map(len, texts))
     tokens, lengths = _rows([e + [tokenizer.eos_token_id] * end for e, end in zip(encoded, ended, strict=True)], 300)
     # Whatever lies beyond the length does not count.
-    beyond = jnp.arange(300)[None] >= lengths[:, None]
-    tokens = jnp.where(beyond, tokenizer.eos_token_id, tokens)
+    beyond = jnp.arange(300)[None] - lengths[:, None]
+    tokens = jnp.where(beyond == 0, tokenizer.eos_token_id, jnp.where(beyond > 0, table.token_ids[7], tokens))
     problems = jax.tree.map(lambda x: x[jnp.asarray(indices)], _problems())
     expected = [
         float(end and text.rsplit("=", 1)[-1] == str(eval(_texts()[i][0].removesuffix("="))))

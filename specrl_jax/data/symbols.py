@@ -78,11 +78,8 @@ def token_bytes(tokenizer: Any) -> list[bytes]:
     for token, index in vocabulary.items():
         if index in silent or (index in added and added[index].special):
             continue
-        if index in added:
-            # Added tokens are matched in the text itself and are not in the model's spelling.
-            pieces[index] = token.encode()
-        elif "ByteLevel" in kinds:
-            # A piece that is not spelt in byte characters stands for itself, as in the library's own decoder.
+        if "ByteLevel" in kinds:
+            # An added token that is not spelt in byte characters stands for itself, as in the library's own decoder.
             spelt = all(char in byte_of_char for char in token)
             pieces[index] = bytes(byte_of_char[char] for char in token) if spelt else token.encode()
         elif kinds & {"ByteFallback", "Metaspace"}:

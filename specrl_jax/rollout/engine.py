@@ -13,14 +13,14 @@ sequence sits in can change what comes out.
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import struct
 from jax import lax
-from jaxtyping import Array, Bool, Int, UInt32
+from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from specrl_jax.data.prompts import Prompts
 from specrl_jax.drafters.protocol import Drafter
@@ -29,7 +29,14 @@ from specrl_jax.models.cache import KVCache
 from specrl_jax.models.config import PolicyConfig
 from specrl_jax.models.numerics import Numerics
 from specrl_jax.models.params import PolicyParams
-from specrl_jax.models.policy import TokenBatch, forward, grid_batch, policy_cache, sequence_positions
+from specrl_jax.models.policy import (
+    ForwardOutput,
+    TokenBatch,
+    forward,
+    grid_batch,
+    policy_cache,
+    sequence_positions,
+)
 from specrl_jax.rollout.sampling import SamplingLaw, TokenLaw, sample_tokens
 from specrl_jax.rollout.trajectory import RolloutStats, Trajectory
 from specrl_jax.rollout.verification import Verdict, match
@@ -59,6 +66,8 @@ class RolloutConfig:
                 raise InputError(f"rollout {name} is {getattr(self, name)}; it must be at least {least}")
         if not self.end_ids:
             raise InputError("rollout end_ids is empty; name at least one end token")
+        if not all(0.0 < fraction <= 1.0 for fraction in self.ladder):
+            raise InputError(f"rollout ladder is {self.ladder}; give fractions above 0 and at most 1")
 
     def rungs(self, rows: int) -> tuple[int, ...]:
         """Batch sizes of the ladder for `rows` sequences, largest first."""
@@ -92,6 +101,12 @@ def _is_end(tokens: Array, end_ids: tuple[int, ...]) -> Array:
     return jnp.isin(tokens, jnp.asarray(end_ids, jnp.int32))
 
 
+def _with_length(cache: KVCache | None, length: Int[Array, "r"]) -> KVCache:
+    """The cache that a forward returned, with its tokens up to `length` counting."""
+    assert cache is not None
+    return replace(cache, length=length)
+
+
 def _empty_trajectory(prompts: Prompts, config: RolloutConfig) -> Trajectory:
     count = prompts.tokens.shape[0] * config.samples_per_prompt
     zero = jnp.int32(0)
@@ -120,14 +135,16 @@ def _emit(
     emitted = rows.emitted + counts
     ended = jnp.any(_is_end(token, end_ids) & emitted_here, axis=1)
     newest = jnp.take_along_axis(token, jnp.maximum(counts - 1, 0)[:, None], axis=1)[:, 0]
-    trajectory = trajectory.replace(
+    trajectory = replace(
+        trajectory,
         tokens=trajectory.tokens.at[where].set(token, mode="drop"),
         log_probs=trajectory.log_probs.at[where].set(log_prob, mode="drop"),
         lengths=trajectory.lengths.at[rows.sequence].add(counts),
         ended=trajectory.ended.at[rows.sequence].max(ended),
         entropy_sum=trajectory.entropy_sum + jnp.sum(jnp.where(emitted_here, entropy, 0.0)),
     )
-    rows = rows.replace(
+    rows = replace(
+        rows,
         last_token=jnp.where(counts > 0, newest, rows.last_token),
         emitted=emitted,
         done=rows.done | ended | (emitted >= trajectory.tokens.shape[1]),
@@ -136,12 +153,13 @@ def _emit(
 
 
 def _count_round(stats: RolloutStats, verdict: Verdict, live: Bool[Array, "r"], drafts: int) -> RolloutStats:
-    stats = stats.replace(steps=stats.steps + jnp.sum(live))
+    stats = replace(stats, steps=stats.steps + jnp.sum(live))
     if drafts == 0:
         return stats
     whole, cut = live & ~verdict.cut, live & verdict.cut
     reached = verdict.accepted[:, None] > jnp.arange(drafts, dtype=jnp.int32)[None]
-    return stats.replace(
+    return replace(
+        stats,
         rounds=stats.rounds + jnp.sum(whole),
         accepted=stats.accepted + jnp.sum(jnp.where(whole, verdict.accepted, 0)),
         cut_rounds=stats.cut_rounds + jnp.sum(cut),
@@ -162,14 +180,32 @@ class RolloutEngine:
     def __post_init__(self) -> None:
         if self.config.draft_length > 0 and self.drafter is None:
             raise InputError(f"draft length is {self.config.draft_length} without a drafter; give one or use 0")
+        outside = [token for token in self.config.end_ids if not 0 <= token < self.policy.vocab_size]
+        if outside:
+            raise InputError(
+                f"end token {outside[0]} is not in the policy's vocabulary of {self.policy.vocab_size}; "
+                "use the end tokens of the policy's tokenizer"
+            )
+        if any(boundary > self.policy.num_layers for boundary in self._boundaries):
+            raise InputError(
+                f"the drafter reads boundaries {self._boundaries} of a policy with {self.policy.num_layers} layers; "
+                "use a drafter made for this policy"
+            )
 
     @property
     def speculative(self) -> bool:
+        """Whether rounds have drafts."""
         return self.config.draft_length > 0
 
     @property
     def _boundaries(self) -> tuple[int, ...]:
         return self.drafter.boundaries if self.drafter is not None and self.speculative else ()
+
+    def _features(self, out: ForwardOutput, rows: int, width: int) -> Float[Array, "r q fd"]:
+        """What the drafter reads of a forward; nothing for a drafter without boundaries."""
+        if out.features is None:
+            return jnp.zeros((rows, width, 0), out.hidden.dtype)
+        return out.features.reshape(rows, width, -1)
 
     def _propose(self, params: PolicyParams, draft_params: Any, rows: Rows) -> Int[Array, "r k"]:
         """Drafts for the next `k` response positions, drawn with the policy's noise at those positions."""
@@ -203,22 +239,18 @@ class RolloutEngine:
         )
         drafter = rows.drafter
         if self.drafter is not None and self.speculative:
-            features = out.features.reshape(*tokens.shape, -1)
+            features = self._features(out, *tokens.shape)
             emitted = law.token.reshape(-1, width)
             drafter = self.drafter.commit(draft_params, params.embed, drafter, emitted, features, verdict.counts)
-        trajectory = trajectory.replace(
-            stats=_count_round(trajectory.stats, verdict, live, self.config.draft_length)
-        )
+        trajectory = replace(trajectory, stats=_count_round(trajectory.stats, verdict, live, self.config.draft_length))
         trajectory, rows = _emit(trajectory, rows, law, verdict.counts, self.config.end_ids)
-        cache = out.cache.replace(length=rows.cache.length + verdict.counts)
-        return rows.replace(cache=cache, drafter=drafter), trajectory
+        cache = _with_length(out.cache, rows.cache.length + verdict.counts)
+        return replace(rows, cache=cache, drafter=drafter), trajectory
 
     def _forward_and_sample(
         self, params: PolicyParams, rows: Rows, batch: TokenBatch, width: int
-    ) -> tuple[Any, TokenLaw]:
-        out = forward(
-            params, self.policy, batch, numerics=self.numerics, cache=rows.cache, boundaries=self._boundaries
-        )
+    ) -> tuple[ForwardOutput, TokenLaw]:
+        out = forward(params, self.policy, batch, numerics=self.numerics, cache=rows.cache, boundaries=self._boundaries)
         keys = jnp.repeat(rows.keys, width, axis=0)
         draws = (rows.emitted[:, None] + jnp.arange(width, dtype=jnp.int32)[None]).reshape(-1)
         law = sample_tokens(params, self.policy, self.config.law, out.hidden, keys, draws, self.numerics)
@@ -234,8 +266,7 @@ class RolloutEngine:
         batch = grid_batch(prompts.tokens, sequence_positions(prompts.lengths, width))
         out = forward(params, self.policy, batch, numerics=self.numerics, cache=cache, boundaries=self._boundaries)
 
-        def last(x: Array) -> Array:
-            grid = x.reshape(groups, width, -1)
+        def last(grid: Array) -> Array:
             return jnp.take_along_axis(grid, (prompts.lengths - 1)[:, None, None], axis=1)
 
         def share(tree: Any) -> Any:
@@ -243,10 +274,10 @@ class RolloutEngine:
 
         count = groups * samples
         first = jnp.zeros((count,), jnp.int32)
-        hidden = share(last(out.hidden)[:, 0])
+        hidden = share(last(out.hidden.reshape(groups, width, -1))[:, 0])
         law = sample_tokens(params, self.policy, self.config.law, hidden, keys, first, self.numerics)
         rows = Rows(
-            cache=share(out.cache.replace(length=prompts.lengths)),
+            cache=share(_with_length(out.cache, prompts.lengths)),
             drafter=None,
             sequence=jnp.arange(count, dtype=jnp.int32),
             keys=keys,
@@ -258,13 +289,13 @@ class RolloutEngine:
         trajectory, rows = _emit(_empty_trajectory(prompts, self.config), rows, law, ones, self.config.end_ids)
         if self.drafter is not None and self.speculative:
             state = self.drafter.init_state(groups, capacity)
-            features = out.features.reshape(groups, width, -1)
+            features = self._features(out, groups, width)
             if width > 1:
                 shifted, counts = prompts.tokens[:, 1:], prompts.lengths - 1
                 state = self.drafter.commit(draft_params, params.embed, state, shifted, features[:, :-1], counts)
-            newest = (law.token[:, None], share(last(out.features)), ones)
+            newest = (law.token[:, None], share(last(features)), ones)
             state = self.drafter.commit(draft_params, params.embed, share(state), *newest)
-            rows = rows.replace(drafter=state)
+            rows = replace(rows, drafter=state)
         return rows, trajectory
 
     def rollout(
@@ -285,9 +316,7 @@ class RolloutEngine:
             live_first = jnp.argsort(rows.done, stable=True)[:size]
             rows = jax.tree.map(lambda x, order=live_first: x[order], rows) if size != rungs[0] else rows
 
-            def more_live_than_next_rung(
-                state: tuple[Rows, Trajectory], threshold: int = next_size
-            ) -> Bool[Array, ""]:
+            def more_live_than_next_rung(state: tuple[Rows, Trajectory], threshold: int = next_size) -> Bool[Array, ""]:
                 return jnp.sum(~state[0].done) > threshold
 
             rows, trajectory = lax.while_loop(

@@ -28,6 +28,7 @@ class SamplingLaw:
 
     @property
     def greedy(self) -> bool:
+        """Whether the most probable token is taken, without noise."""
         return self.temperature == 0.0
 
     def log_law(self, logits: Float[Array, "n v"]) -> Float[Array, "n v"]:

@@ -1,7 +1,8 @@
 """EAGLE-3 heads as folders: config.json and model.safetensors in the layout of SpecForge, which vLLM and SGLang read.
 
-The embedding is the policy's and is not stored. `d2t` holds for each draft token
-the offset to its target token, `t2d` which target tokens are in the draft vocabulary.
+The embedding is the policy's; we do not store it, and a copy in the file is not
+read. `d2t` holds for each draft token the offset to its target token, `t2d` which
+target tokens are in the draft vocabulary.
 """
 
 import json
@@ -44,7 +45,7 @@ _NAMES = {
     "final_norm": "norm.weight",
     "lm_head": "lm_head.weight",
 }
-_OFFSETS, _MEMBERS = "d2t", "t2d"
+_OFFSETS, _MEMBERS, _EMBED = "d2t", "t2d", "embed_tokens.weight"
 _LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
 _BOUNDARIES = "residual_boundaries"
 _TYPES = {_OFFSETS: ("I64", "I32"), _MEMBERS: ("BOOL",)}
@@ -203,6 +204,7 @@ def _stored_names(file: Path, config: Eagle3Config) -> dict[str, str]:
     """The name in the file of every tensor, by canonical name, after checks of names, shapes and element types."""
     expected = {_NAMES[field]: shape[::-1] for field, shape in weight_shapes(config).items()}
     expected |= {_OFFSETS: (config.draft_vocab_size,), _MEMBERS: (config.vocab_size,)}
+    expected[_EMBED] = (config.vocab_size, config.hidden_size)
     stored: dict[str, str] = {}
     for name, (shape, kind) in tensor_headers(file).items():
         if name.endswith("rotary_emb.inv_freq"):
@@ -218,9 +220,11 @@ def _stored_names(file: Path, config: Eagle3Config) -> dict[str, str]:
         if kind not in _TYPES.get(canonical, _FLOATS):
             raise InputError(f"{file} has tensor {name} of type {kind}; only unquantized heads are supported")
         stored[canonical] = name
-    whole = config.draft_vocab_size == config.vocab_size
+    optional = {_MEMBERS, _EMBED}
+    if config.draft_vocab_size == config.vocab_size:
+        optional.add(_OFFSETS)
     for name in expected:
-        if name not in stored and name != _MEMBERS and not (whole and name == _OFFSETS):
+        if name not in stored and name not in optional:
             raise InputError(f"{file} lacks tensor {name}; its weights do not belong to its config.json")
     return stored
 
@@ -271,7 +275,7 @@ def load_drafter(
     stored = _stored_names(file, config)
     dtype = jnp.dtype(config.dtype)
     with safe_open(file, framework="numpy") as opened:
-        found = {name: opened.get_tensor(original) for name, original in stored.items()}
+        found = {name: opened.get_tensor(original) for name, original in stored.items() if name != _EMBED}
     ids = _target_ids(file, config, found.get(_OFFSETS), found.get(_MEMBERS))
     arrays = {field: jnp.asarray(found[name].astype(dtype).T) for field, name in _NAMES.items()}
     return Eagle3Drafter(config), Eagle3Params(Eagle3Weights(**arrays), jnp.asarray(ids))

@@ -34,9 +34,9 @@ class HostTask(Protocol):
     """Prompts and rewards from the host."""
 
     def issue(self, step: int) -> tuple[Prompts, Any]:
-        """Prompts of a step, and what `reward` judges by."""
+        """Prompts of a step, and what `rewards` judges by."""
 
-    def reward(self, problems: Any, trajectory: Trajectory) -> np.ndarray:
+    def rewards(self, problems: Any, trajectory: Trajectory) -> np.ndarray:
         """Reward of each response, `[b]` float32; the trajectory is on the host."""
 
 
@@ -192,7 +192,7 @@ class GrpoRun:
     def _host_reward(self, problems: Any, trajectory: Trajectory) -> jax.Array:
         if self.host_task is None:
             raise ValueError("there is no host task")
-        return jnp.asarray(self.host_task.reward(problems, jax.device_get(trajectory)), jnp.float32)
+        return jnp.asarray(self.host_task.rewards(problems, jax.device_get(trajectory)), jnp.float32)
 
 
 class _Clock:

@@ -1,0 +1,164 @@
+"""The closing of a GRPO run: summary.json, the tables, the plots."""
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from experiments.outputs import markdown_table, write_results
+from experiments.setup import Arm
+from specrl_jax.models.weights import params_sha256
+from specrl_jax.rl.grpo import GrpoState
+from specrl_jax.training.metrics import read_metrics, write_json
+from specrl_jax.training.plots import plot_run
+
+TIMED_PAIRS = 5
+"""Rollouts of each arm that are timed in turn, A B A B."""
+
+
+def mean_of(rows: Sequence[Mapping[str, Any]], name: str, timing: str | None = None) -> float | None:
+    """Mean of a metric over the rows that have it."""
+    values = [row[name] for row in rows if row.get(name) is not None and timing in (None, row.get("timing"))]
+    return float(np.mean(values)) if values else None
+
+
+def time_rollouts(arms: Sequence[Arm]) -> dict[str, list[float]]:
+    """Seconds of the same rollout (final policy and drafter, next prompts) in every arm, in turn."""
+    calls: dict[str, Callable[[], Any]] = {}
+    state: GrpoState = arms[0].report.state
+    prompts, _ = arms[0].program.issue(state)
+    for arm in arms:
+        own = state if arm.draft_length else state.replace(draft=None, draft_opt_state=None)
+        calls[arm.label] = lambda program=arm.program, own=own: program.rollout(own, prompts)
+    seconds: dict[str, list[float]] = {label: [] for label in calls}
+    for _ in range(TIMED_PAIRS + 1):
+        for label, call in calls.items():
+            start = time.perf_counter()
+            jax.block_until_ready(call())
+            seconds[label].append(time.perf_counter() - start)
+    return {label: values[1:] for label, values in seconds.items()}
+
+
+def arm_row(arm: Arm, session: Any) -> dict[str, Any]:
+    """A row of the closing table."""
+    rows = [row for row in read_metrics(arm.folder) if row["step"] > 0]
+    last = rows[-1]
+    accuracy = [row for row in read_metrics(arm.folder) if "accuracy" in row]
+    return {
+        "arm": arm.label,
+        "draft_length": arm.draft_length,
+        "dev_accuracy_last": accuracy[-1]["accuracy"] if accuracy else None,
+        "acceptance_length": mean_of(rows, "acceptance_length"),
+        "tokens_per_second": mean_of(rows, "tokens_per_second"),
+        "time_step_s": mean_of(rows, "time_step_s", "measured"),
+        "time_rollout_s": mean_of(rows, "time_rollout_s"),
+        "rollout_share": mean_of(rows, "rollout_share"),
+        "time_step_scanned_s": mean_of(rows, "time_step_s", "scanned"),
+        "reward_mean_last": last["reward_mean"],
+        "trajectory_sha256": arm.report.trajectory_sha256,
+        "params_sha256": params_sha256(arm.report.state.params, session.policy),
+    }
+
+
+def close_run(
+    session: Any,
+    arms: Sequence[Arm],
+    before: Mapping[str, Any],
+    after: Mapping[str, Any],
+    source: Mapping[str, Any],
+    seconds: float,
+) -> None:
+    """Write summary.json, results and plots, and print the closing tables."""
+    out = arms[0].folder
+    rows = [arm_row(arm, session) for arm in arms]
+    metrics = [row for row in read_metrics(out) if row["step"] > 0]
+    summary: dict[str, Any] = {
+        "accuracy_before": before["accuracy"],
+        "accuracy_after": after["accuracy"],
+        "accuracy_gain": after["accuracy"] - before["accuracy"],
+        "accuracy_ci95_before": before["accuracy_ci95"],
+        "accuracy_ci95_after": after["accuracy_ci95"],
+        "eval_problems": session.config.eval_problems,
+        "response_length_median": mean_of(metrics, "response_length_median"),
+        "response_length_p99_ended": mean_of(metrics, "response_length_p99_ended"),
+        "truncated_fraction": mean_of(metrics, "truncated_fraction"),
+        "entropy": mean_of(metrics, "entropy"),
+        "clip_fraction": mean_of(metrics, "clip_fraction"),
+        "acceptance_length": mean_of(metrics, "acceptance_length"),
+        "survival_per_position": _mean_list(metrics, "survival_per_position"),
+        "conditional_acceptance": _mean_list(metrics, "conditional_acceptance"),
+        "trajectory_sha256": rows[0]["trajectory_sha256"],
+        "params_sha256": rows[0]["params_sha256"],
+        "wall_seconds": seconds,
+    }
+    if len(arms) > 1:
+        summary |= comparison(arms, rows)
+    write_json(out / "summary.json", summary | dict(source))
+    write_results(out, rows, "GRPO with and without speculation", source)
+    plot_run(
+        out,
+        {arm.label: read_metrics(arm.folder) for arm in arms},
+        lengths={"last training rollout": np.asarray(arms[0].report.last.lengths).tolist()},
+    )
+    print(_closing_text(session, rows, summary), flush=True)
+
+
+def comparison(arms: Sequence[Arm], rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Speed and equality of the two arms."""
+    equal = {
+        "tokens_equal": rows[0]["trajectory_sha256"] == rows[1]["trajectory_sha256"],
+        "params_equal": rows[0]["params_sha256"] == rows[1]["params_sha256"],
+    }
+    if arms[0].program.task is None:
+        return equal
+    seconds = time_rollouts(arms)
+    fast, slow = seconds[arms[0].label], seconds[arms[1].label]
+    ratios = [b / a for a, b in zip(fast, slow, strict=True)]
+    speedup = float(np.median(ratios))
+    share = rows[1]["rollout_share"] or 0.0
+    step = None
+    if rows[0]["time_step_s"] and rows[1]["time_step_s"]:
+        step = rows[1]["time_step_s"] / rows[0]["time_step_s"]
+    return equal | {
+        "speedup_rollout": speedup,
+        "speedup_rollout_range": [min(ratios), max(ratios)],
+        "speedup_step": step,
+        "speedup_step_amdahl": 1.0 / (share / speedup + 1.0 - share),
+        "rollout_seconds": {arms[0].label: fast, arms[1].label: slow},
+    }
+
+
+def _mean_list(rows: Sequence[Mapping[str, Any]], name: str) -> list[float] | None:
+    values = [row[name] for row in rows if row.get(name)]
+    return np.mean(values, axis=0).tolist() if values else None
+
+
+def _closing_text(session: Any, rows: Sequence[Mapping[str, Any]], summary: Mapping[str, Any]) -> str:
+    shown = [{name: value for name, value in row.items() if not name.endswith("sha256")} for row in rows]
+    lines = ["", markdown_table(shown)]
+    half = summary["accuracy_ci95_after"]
+    lines.append(
+        f"test accuracy (greedy, {summary['eval_problems']} problems): {summary['accuracy_before']:.3f} before, "
+        f"{summary['accuracy_after']:.3f} +- {half:.3f} after GRPO"
+    )
+    lines.append(
+        f"entropy {summary['entropy']:.3f} nats per token, responses of {summary['response_length_median']:.0f}"
+    )
+    if summary.get("acceptance_length"):
+        survival = ", ".join(f"{x:.2f}" for x in summary["survival_per_position"])
+        lines.append(f"acceptance length {summary['acceptance_length']:.2f} (survival per position {survival})")
+    if "tokens_equal" in summary:
+        lines.append(f"same tokens with and without speculation: {'yes' if summary['tokens_equal'] else 'NO'}")
+        lines.append(f"same parameters: {'yes' if summary['params_equal'] else 'NO'}")
+    speedup = summary.get("speedup_rollout")
+    if speedup is not None:
+        low, high = summary["speedup_rollout_range"]
+        lines.append(f"rollout speed-up {speedup:.2f}x (of {TIMED_PAIRS} pairs {low:.2f} to {high:.2f})")
+        if speedup < 1.0:
+            lines.append(
+                "speculation is slower here: on a CPU with this many rows the verify forward of k+1 tokens costs "
+                "nearly k+1 times one, and a draft layer is a large part of so shallow a policy"
+            )
+    return "\n".join(lines)

@@ -11,7 +11,7 @@ token, `n` pairs are read; after a round that emitted `m` tokens, `m` more.
 """
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from jaxtyping import Array, Float, Int
 
@@ -28,6 +28,7 @@ class DraftState(Protocol):
         """Pairs of each row that have been read."""
 
 
+@runtime_checkable
 class Drafter(Protocol):
     """A proposer of tokens, told apart from other drafters by its static description."""
 

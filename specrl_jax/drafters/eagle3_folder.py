@@ -112,6 +112,12 @@ def save_drafter(folder: str | Path, drafter: Eagle3Drafter, params: Eagle3Param
         write_tensors(fresh, tensors, shard_bytes=1 + sum(tensor.nbytes for tensor in tensors.values()))
 
 
+def _three_layers(ids: Any) -> list[int]:
+    if not isinstance(ids, list) or len(ids) != 3 or not all(type(i) is int for i in ids):
+        raise InputError(f"draft head config has layer ids {ids!r}; three integers are needed")
+    return sorted(ids)
+
+
 def _boundaries(hf: dict[str, Any], policy: PolicyConfig | None) -> tuple[int, int, int]:
     """Residual boundaries from the ids of a config.json, whose two conventions differ by one.
 
@@ -119,24 +125,20 @@ def _boundaries(hf: dict[str, Any], policy: PolicyConfig | None) -> tuple[int, i
     with 2 are EAGLE's `(2, L // 2, L - 3)`, boundaries already.
     """
     nested = hf.get("eagle_config") or {}
-    ids = nested.get(_BOUNDARIES)
-    offset = 0
+    if nested.get(_BOUNDARIES) is not None:
+        first, middle, last = _three_layers(nested[_BOUNDARIES])
+        return first, middle, last
+    ids = hf.get(_LAYER_IDS, nested.get(_LAYER_IDS))
     if ids is None:
-        ids = hf.get(_LAYER_IDS, nested.get(_LAYER_IDS))
-        if ids is None and policy is None:
+        if policy is None:
             raise InputError(f"draft head config lacks {_LAYER_IDS}; give the boundaries that it was trained with")
-        if ids is None and policy is not None:
-            return default_boundaries(policy.num_layers)
-        if isinstance(ids, list) and 1 in ids[:1]:
-            offset = 1
-        elif not (isinstance(ids, list) and 2 in ids[:1]):
-            warnings.warn(
-                f"draft head config has layer ids {ids}, taken as residual boundaries as they are", stacklevel=4
-            )
-    if not isinstance(ids, list) or len(ids) != 3 or not all(type(i) is int for i in ids):
-        raise InputError(f"draft head config has layer ids {ids!r}; three integers are needed")
-    first, middle, last = sorted(ids)
-    return first + offset, middle + offset, last + offset
+        return default_boundaries(policy.num_layers)
+    first, middle, last = _three_layers(ids)
+    if first == 1:
+        return first + 1, middle + 1, last + 1
+    if first != 2:
+        warnings.warn(f"draft head config has layer ids {ids}, taken as residual boundaries as they are", stacklevel=4)
+    return first, middle, last
 
 
 def _check_variant(hf: dict[str, Any]) -> None:
@@ -264,7 +266,7 @@ def load_drafter(
         InputError: a file is missing or damaged, weights are pickled, a tensor is missing, unknown or of another
             shape than the config's, the variant is not supported, or the head does not fit the policy.
     """
-    folder = resolve_folder(source)
+    folder = resolve_folder(source, "draft head")
     file = folder / "config.json"
     hf = read_json(file)
     try:

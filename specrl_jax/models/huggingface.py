@@ -1,8 +1,6 @@
 """Hugging Face policy folders in and out: config.json, generation_config.json, safetensors, tokenizer."""
 
 import json
-import os
-import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,6 +10,7 @@ from huggingface_hub.errors import HfHubHTTPError
 
 from specrl_jax.errors import InputError
 from specrl_jax.models.config import Dtype, PolicyConfig
+from specrl_jax.models.folders import replaced_folder
 from specrl_jax.models.huggingface_config import config_from_hf, config_to_hf
 from specrl_jax.models.params import PolicyParams
 from specrl_jax.models.weights import policy_tensors, read_json, read_params, write_tensors
@@ -20,8 +19,11 @@ _SHARD_BYTES = 5 * 10**9
 _DOWNLOADED = ["*.json", "*.safetensors", "*.jinja", "merges.txt", "vocab.txt", "tokenizer.model"]
 
 
-def resolve_folder(source: str | Path) -> Path:
-    """The local folder of a policy: `source` itself, or the downloaded or cached snapshot of a hub name."""
+def resolve_folder(source: str | Path, kind: str = "policy") -> Path:
+    """The local folder of a model: `source` itself, or the downloaded or cached snapshot of a hub name.
+
+    `kind` is what the error message calls it.
+    """
     path = Path(source)
     if path.is_dir():
         return path
@@ -32,7 +34,7 @@ def resolve_folder(source: str | Path) -> Path:
     except (OSError, ValueError, HfHubHTTPError) as error:
         reason = type(error).__name__
         raise InputError(
-            f"policy {str(source)!r} is neither a folder nor a model that the Hugging Face hub or its local cache "
+            f"{kind} {str(source)!r} is neither a folder nor a model that the Hugging Face hub or its local cache "
             f"gives ({reason}); check the name and the connection"
         ) from None
 
@@ -112,19 +114,8 @@ def save_policy(
     check_tokenizer_fits(tokenizer, config)
     ids = _token_ids(tokenizer)
     hf = config_to_hf(config, ids)
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    fresh, old = (folder.with_name(f".{folder.name}.{suffix}-{os.getpid()}") for suffix in ("new", "old"))
-    fresh.mkdir()
-    try:
+    with replaced_folder(folder) as fresh:
         _write_json(fresh / "config.json", hf)
         _write_json(fresh / "generation_config.json", ids | (generation or {}))
         write_tensors(fresh, policy_tensors(params, config), shard_bytes)
         tokenizer.save_pretrained(fresh)
-    except BaseException:
-        shutil.rmtree(fresh)
-        raise
-    if folder.exists():
-        folder.rename(old)
-    fresh.rename(folder)
-    if old.exists():
-        shutil.rmtree(old)

@@ -23,7 +23,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from specrl_jax.errors import InputError
-from specrl_jax.parallel.mesh import unused_accelerator
+from specrl_jax.parallel.mesh import request_cpu_devices, unused_accelerator
 
 ConfigT = TypeVar("ConfigT")
 
@@ -55,6 +55,18 @@ class RunOptions:
 
 # As a field of a script's Config its options carry no prefix: --seed, not --run.seed.
 Run = Annotated[RunOptions, tyro.conf.arg(name="")]
+
+
+def check_least(prefix: str, options: Any, **least: int) -> None:
+    """Raise InputError unless the named fields of `options` are at least so large; None passes.
+
+    `prefix` is that of the options on the command line, as in --warmup.steps, or empty.
+    """
+    for name, low in least.items():
+        value = getattr(options, name)
+        if value is not None and value < low:
+            flag = ".".join(filter(None, (prefix, name.replace("_", "-"))))
+            raise InputError(f"--{flag} is {value}; it must be at least {low}")
 
 
 def apply_preset(config: ConfigT, preset: Mapping[str, Any]) -> ConfigT:
@@ -113,6 +125,7 @@ def run_main(main: Callable[[ConfigT], None], config: type[ConfigT], presets: Ma
     description = inspect.getdoc(inspect.getmodule(main)) or ""
     try:
         parsed = parse_config(config, presets, sys.argv[1:], script=script, description=description)
+        request_cpu_devices(getattr(parsed, "mesh", "auto"))
         configure_jax()
         main(parsed)
     except InputError as error:

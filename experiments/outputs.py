@@ -150,7 +150,7 @@ def _cell(value: Any) -> str:
         return f"{value:.4g}" if abs(value) < 1e4 else f"{value:.0f}"
     if isinstance(value, list):
         return ", ".join(_cell(entry) for entry in value)
-    return str(value).replace("|", "\\|")
+    return str(value).replace("|", "\\|").replace("\n", "<br>")
 
 
 def _check_writable(out: Path) -> None:

@@ -97,11 +97,9 @@ def close_run(
         summary |= comparison(arms, rows)
     write_json(out / "summary.json", summary | dict(source))
     write_results(out, rows, "GRPO with and without speculation", source)
-    plot_run(
-        out,
-        {arm.label: read_metrics(arm.folder) for arm in arms},
-        lengths={"last training rollout": np.asarray(arms[0].report.last.lengths).tolist()},
-    )
+    last = arms[0].report.last
+    lengths = {} if last is None else {"last training rollout": np.asarray(last.lengths).tolist()}
+    plot_run(out, {arm.label: read_metrics(arm.folder) for arm in arms}, lengths=lengths)
     print(_closing_text(session, rows, summary), flush=True)
 
 

@@ -1,25 +1,29 @@
 """Parts of a run from its options: policy, tokenizer, workload, draft head."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import jax
+from jax.sharding import Mesh
 from transformers import PreTrainedTokenizerFast
 
 from specrl_jax.data.arithmetic import ArithmeticConfig
 from specrl_jax.data.jsonl import load_examples
+from specrl_jax.data.layouts import Example
 from specrl_jax.data.tokenizers import arithmetic_tokenizer, load_tokenizer, train_bpe
 from specrl_jax.drafters.eagle3_params import Eagle3Config, default_boundaries
 from specrl_jax.errors import InputError
 from specrl_jax.models.config import Family, PolicyConfig, RopeConfig
-from specrl_jax.models.huggingface import check_tokenizer_fits, load_policy
+from specrl_jax.models.huggingface import check_tokenizer_fits, load_config, load_policy
 from specrl_jax.models.numerics import Numerics
 from specrl_jax.models.params import PolicyParams
+from specrl_jax.parallel.mesh import DATA, auto_mesh, make_mesh, parse_mesh
 from specrl_jax.rl.program import GrpoProgram
-from specrl_jax.rl.rewards import answer_reward, load_reward
+from specrl_jax.rl.rewards import Reward, answer_reward, load_reward
 from specrl_jax.training.grpo_run import RunReport
-from specrl_jax.training.workloads import ArithmeticWorkload, JsonlWorkload, Workload
+from specrl_jax.training.workloads import ArithmeticWorkload, JsonlProblems, JsonlWorkload, Workload
 
 
 @dataclass(frozen=True)
@@ -57,49 +61,85 @@ def default_numerics(choice: str, dtype: str) -> Numerics:
     return Numerics("invariant" if choice == "invariant" else "plain")
 
 
-def build_workload(config: Any) -> Workload:
+def resolve_mesh(text: str, rows: int) -> Mesh:
+    """The mesh of `--mesh`; "auto" splits `rows` prompts over what is there."""
+    return make_mesh(auto_mesh(rows) if text == "auto" else parse_mesh(text))
+
+
+def per_device(count: int, mesh: Mesh, flag: str) -> int:
+    """A device's share of a batch."""
+    devices = mesh.shape[DATA]
+    if count % devices:
+        raise InputError(f"{flag} is {count}, which {devices} devices cannot share; choose a multiple of {devices}")
+    return count // devices
+
+
+def build_workload(config: Any, mesh: Mesh) -> Workload:
     """The task, with the policy's tokenizer where a policy is given.
 
     Raises:
         InputError: data, reward or tokenizer cannot be used.
     """
-    tokenizer = load_tokenizer(config.policy) if config.policy else None
-    batch = config.warmup.batch
+    batch = per_device(config.warmup.batch, mesh, "--warmup.batch")
+    tokenizer = None
+    if config.policy:
+        load_config(config.policy)  # first: transformers says less about an architecture it does not know
+        tokenizer = load_tokenizer(config.policy)
     if config.task == "arithmetic":
-        workload = ArithmeticWorkload(ArithmeticConfig(), tokenizer or arithmetic_tokenizer(), config.run.seed, batch)
-        _ = workload.table  # refuses a tokenizer that cannot spell the problems
-        return workload
-    return _jsonl_workload(config, tokenizer)
+        return arithmetic_workload(tokenizer or arithmetic_tokenizer(), config.run.seed, batch)
+    return _jsonl_workload(config, tokenizer, batch)
 
 
-def _jsonl_workload(config: Any, tokenizer: PreTrainedTokenizerFast | None) -> JsonlWorkload:
-    reward = load_reward(config.reward) if config.reward else answer_reward
+def arithmetic_workload(
+    tokenizer: PreTrainedTokenizerFast, seed: int = 0, supervised_batch: int = 1
+) -> ArithmeticWorkload:
+    """The arithmetic task; InputError when the tokenizer cannot spell its problems."""
+    workload = ArithmeticWorkload(ArithmeticConfig(), tokenizer, seed, supervised_batch)
+    _ = workload.table  # refuses such a tokenizer
+    return workload
+
+
+def load_judge(reward: str | None, examples: Sequence[Example]) -> Reward:
+    """The reward "module:function", or that of the examples' answers; InputError when one of them has none."""
+    if reward:
+        return load_reward(reward)
+    unanswered = next((e.row_id for e in examples if e.answer is None), None)
+    if unanswered is not None:
+        raise InputError(f"row {unanswered} has no answer to judge a response by; give --reward, or remove the row")
+    return answer_reward
+
+
+def _jsonl_workload(config: Any, tokenizer: PreTrainedTokenizerFast | None, batch: int) -> JsonlWorkload:
     loaded = load_examples(config.data, config.layout)
     train = loaded.examples[: config.data_limit]
-    if config.eval_data:
-        test = load_examples(config.eval_data, config.layout).examples
-    else:
-        test = loaded.examples[len(train) :]
+    rest = loaded.examples[len(train) :]
+    test = load_examples(config.eval_data, config.layout).examples if config.eval_data else rest
     if not test:
         raise InputError("no held-out examples are left; give --eval-data or a smaller --data-limit")
     supervised = loaded.examples if config.eval_data else train
     if tokenizer is None:
         texts = [text for e in supervised for text in (_text(e.prompt), e.solution or e.answer or "")]
         tokenizer = train_bpe(texts, config.shape.vocab_size)
+    problems, held_out = (
+        JsonlProblems(tokenizer, examples, load_judge(config.reward, examples), config.max_prompt_tokens)
+        for examples in (train, test)
+    )
     workload = JsonlWorkload(
-        tokenizer=tokenizer,
-        train=train,
-        test=test,
+        train=problems,
+        test=held_out,
         supervised_examples=supervised,
-        reward=reward,
         seed=config.run.seed,
         groups=config.prompts,
-        max_prompt_tokens=config.max_prompt_tokens,
         max_tokens=config.max_prompt_tokens + config.max_new_tokens,
-        supervised_batch=config.warmup.batch,
+        supervised_batch=batch,
         focus=config.warmup.focus,
     )
-    print(f"{len(train)} RL examples, {workload.dropped} dropped for a prompt above {config.max_prompt_tokens} tokens")
+    workload.issue(0)  # refuses fewer examples than prompts per step
+    if not config.policy:
+        _ = workload.corpus  # refuses examples without a solution
+    _ = workload.prompt_width  # refuses examples of which no prompt is kept
+    dropped = problems.encoded.dropped
+    print(f"{len(train)} RL examples, {dropped} dropped for a prompt above {config.max_prompt_tokens} tokens")
     return workload
 
 
@@ -126,6 +166,16 @@ def load_or_shape_policy(config: Any, tokenizer: PreTrainedTokenizerFast) -> tup
         rope=RopeConfig(),
         dtype=config.dtype,
     )
+
+
+def check_draft_data(sequences: int, batch: int, mesh: Mesh) -> None:
+    """Raise InputError unless the rollouts that train the draft head split over the mesh and fill a batch there."""
+    devices = mesh.shape[DATA]
+    if sequences % devices or sequences // devices < batch:
+        raise InputError(
+            f"{sequences} rollouts for the draft head do not give each of {devices} devices a batch of {batch}; "
+            "choose a smaller --draft.batch, more --draft.prompts or a --mesh that divides them"
+        )
 
 
 def draft_head_config(policy: PolicyConfig) -> Eagle3Config:

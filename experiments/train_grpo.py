@@ -18,16 +18,19 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from experiments.common import Run, RunOptions, profile, progress, run_main
+from experiments.common import Run, RunOptions, check_least, profile, progress, run_main
 from experiments.outputs import check_output, open_output, provenance
 from experiments.report import close_run
 from experiments.setup import (
     Arm,
     PolicyShape,
     build_workload,
+    check_draft_data,
     default_numerics,
     draft_head_config,
     load_or_shape_policy,
+    per_device,
+    resolve_mesh,
 )
 from specrl_jax.drafters.eagle3 import Eagle3Drafter
 from specrl_jax.drafters.eagle3_folder import load_drafter, save_drafter
@@ -38,17 +41,17 @@ from specrl_jax.models.config import Dtype, PolicyConfig
 from specrl_jax.models.huggingface import save_policy
 from specrl_jax.models.numerics import Numerics
 from specrl_jax.models.params import PolicyParams, init_params
-from specrl_jax.parallel.mesh import make_mesh, parse_mesh
+from specrl_jax.models.policy import forward, grid_batch, sequence_positions
 from specrl_jax.rl.drafting import DraftTraining
 from specrl_jax.rl.grpo import GrpoState, GrpoStep, UpdateConfig
 from specrl_jax.rl.losses import LossConfig
-from specrl_jax.rl.microbatches import MicrobatchConfig
+from specrl_jax.rl.microbatches import MicrobatchConfig, check_microbatch
 from specrl_jax.rl.optimizers import OptimizerConfig
 from specrl_jax.rl.program import GrpoProgram
 from specrl_jax.rl.scoring import Scorer
 from specrl_jax.rollout.engine import RolloutConfig, RolloutEngine
 from specrl_jax.rollout.sampling import SamplingLaw
-from specrl_jax.rollout.trajectory import Trajectory, to_sequences
+from specrl_jax.rollout.trajectory import Sequences, Trajectory, to_sequences
 from specrl_jax.training.draft_head import OfflineDraftTraining
 from specrl_jax.training.grpo_run import GrpoRun, RunConfig
 from specrl_jax.training.metrics import read_metrics
@@ -63,28 +66,36 @@ from specrl_jax.training.workloads import Workload, response_text
 class WarmUp:
     """Supervised training of a policy made from nothing."""
 
-    steps: int = 1150
-    batch: int = 32
+    steps: int = 850
+    batch: int = 40
     """Sequences per update."""
-    microbatch: int = 16
+    microbatch: MicrobatchConfig = MicrobatchConfig(4, (0.2, 0.27, 0.33, 0.5, 0.75, 1.0))
     optimizer: OptimizerConfig = OptimizerConfig(0.02, name="muon", warmup_steps=20, adam_learning_rate=0.004)
     focus: float = 0.0
     """Share of each batch drawn from the RL examples (jsonl tasks)."""
 
+    def __post_init__(self) -> None:
+        check_least("warmup", self, steps=0, batch=1)
+        check_microbatch(self.microbatch, self.batch)
+        if not 0.0 <= self.focus <= 1.0:
+            raise InputError(f"--warmup.focus is {self.focus}; choose a share from 0 to 1")
+
 
 @dataclass(frozen=True)
 class DraftHead:
-    """Training of the EAGLE-3 head on the policy's rollouts, before RL."""
+    """Training of the EAGLE-3 head on the policy's rollouts, before RL and during it."""
 
-    prompts: int = 64
+    prompts: int = 128
     """Prompts whose rollouts are the training data."""
-    steps: int = 200
-    batch: int = 64
+    steps: int = 300
+    batch: int = 32
     """Sequences per update."""
-    microbatch: int = 16
-    unroll: int = 4
+    microbatch: MicrobatchConfig = MicrobatchConfig(8)
+    unroll: int = 3
     """Steps of the training-time test."""
-    optimizer: OptimizerConfig = OptimizerConfig(0.004, warmup_steps=20)
+    optimizer: OptimizerConfig = OptimizerConfig(
+        0.012, name="muon", warmup_steps=5, schedule="linear", total_steps=301, adam_learning_rate=0.004
+    )
     online: bool = True
     """Keep training it on the policy's forwards during RL."""
     online_sequences: int = 4
@@ -116,11 +127,12 @@ class Config:
     dtype: Dtype = "float32"
     numerics: Literal["auto", "invariant", "plain"] = "auto"
     """Whether bits are independent of batch and draft length; auto: for float32 on a CPU."""
-    mesh: str = "data=1,fsdp=1,tensor=1"
-    steps: int = 25
+    mesh: str = "auto"
+    """data=N,fsdp=N,tensor=N; auto: data parallel over what is there."""
+    steps: int = 30
     scan_steps: int = 5
     """Steps per compiled dispatch (in-graph rewards)."""
-    prompts: int = 48
+    prompts: int = 32
     """Prompts per step."""
     samples: int = 16
     """Responses per prompt."""
@@ -131,7 +143,7 @@ class Config:
     """Drafts per round, 0 for none; by default 3."""
     updates_per_rollout: int = 2
     epochs: int = 1
-    microbatch: int = 32
+    microbatch: MicrobatchConfig = MicrobatchConfig(32)
     recompute_logprobs: bool = False
     normalize_std: bool = True
     loss: LossConfig = LossConfig(clip_low=0.2, clip_high=0.28)
@@ -152,11 +164,8 @@ class Config:
     wandb: bool = False
 
     def __post_init__(self) -> None:
-        least = {"steps": 1, "scan_steps": 1, "prompts": 1, "samples": 2, "max_prompt_tokens": 1, "eval_problems": 1}
-        for name, low in (least | {"eval_every": 0, "sample_every": 0}).items():
-            if getattr(self, name) < low:
-                flag = name.replace("_", "-")
-                raise InputError(f"--{flag} is {getattr(self, name)}; it must be at least {low}")
+        check_least("", self, steps=1, scan_steps=1, prompts=1, samples=2, max_prompt_tokens=1, data_limit=1)
+        check_least("", self, eval_problems=1, eval_every=0, sample_every=0)
         if self.task == "jsonl" and self.data is None:
             raise InputError("--task jsonl needs --data, a file or a dataset name")
         if self.task == "arithmetic" and (self.data or self.reward):
@@ -165,17 +174,18 @@ class Config:
 
 SMOKE = {
     "steps": 2,
-    "scan_steps": 1,
+    "scan_steps": 2,
     "prompts": 4,
     "samples": 4,
-    "microbatch": 8,
+    "updates_per_rollout": 1,
+    "microbatch": {"rows": 8, "widths": (1.0,)},
     "eval_problems": 16,
     "eval_every": 2,
     "max_new_tokens": 48,
     "compare": True,
     "shape": {"hidden_size": 32, "intermediate_size": 64, "num_layers": 2, "num_heads": 2, "num_kv_heads": 1},
-    "warmup": {"steps": 10, "batch": 8, "microbatch": 8},
-    "draft": {"prompts": 4, "steps": 10, "batch": 8, "microbatch": 8, "unroll": 2},
+    "warmup": {"steps": 10, "batch": 8, "microbatch": {"rows": 4, "widths": (1.0,)}},
+    "draft": {"prompts": 4, "steps": 10, "batch": 8, "microbatch": {"rows": 4, "widths": (1.0,)}, "unroll": 2},
 }
 GSM8K = {
     "task": "jsonl",
@@ -189,10 +199,10 @@ GSM8K = {
     "eval_problems": 64,
     "eval_every": 0,
     "updates_per_rollout": 1,
-    "microbatch": 16,
+    "microbatch": {"rows": 16},
     "shape": {"vocab_size": 2048, "hidden_size": 256, "intermediate_size": 768, "num_layers": 4, "num_heads": 8},
-    "warmup": {"steps": 1500, "batch": 32, "microbatch": 8, "focus": 0.5},
-    "draft": {"prompts": 64, "steps": 100, "batch": 32, "microbatch": 8},
+    "warmup": {"steps": 1500, "batch": 32, "microbatch": {"rows": 4}, "focus": 0.5},
+    "draft": {"prompts": 64, "steps": 100, "batch": 32, "microbatch": {"rows": 8}},
     "optimizer": {"learning_rate": 0.002},
 }
 PRESETS: dict[str, Mapping[str, Any]] = {"demo": {"compare": True}, "smoke": SMOKE, "gsm8k": GSM8K}
@@ -230,11 +240,11 @@ class Session:
         """The training forward."""
         return Scorer(self.policy, SamplingLaw(self.config.temperature), self.numerics)
 
-    def draft_training(self, optimizer: OptimizerConfig, microbatch: int) -> DraftTraining:
+    def draft_training(self, optimizer: OptimizerConfig, microbatch: MicrobatchConfig) -> DraftTraining:
         """Training of the draft head; its own forwards of the policy need no invariant bits."""
         loss = DraftLossConfig(steps=self.config.draft.unroll)
         scorer = dataclasses.replace(self.scorer, numerics=Numerics("plain"))
-        return DraftTraining(scorer, self.drafter.config, loss, optimizer, MicrobatchConfig(microbatch))
+        return DraftTraining(scorer, self.drafter.config, loss, optimizer, microbatch)
 
     def program(self, draft_length: int) -> GrpoProgram:
         """The GRPO step with a draft length of its own."""
@@ -243,7 +253,7 @@ class Session:
         update = UpdateConfig(
             loss=config.loss,
             optimizer=config.optimizer,
-            microbatch=MicrobatchConfig(config.microbatch),
+            microbatch=config.microbatch,
             updates_per_rollout=config.updates_per_rollout,
             epochs=config.epochs,
             normalize_std=config.normalize_std,
@@ -260,7 +270,7 @@ def warm_up(session: Session, params: PolicyParams, out: Path) -> PolicyParams:
     """Supervised training from random parameters."""
     warmup = session.config.warmup
     scorer = Scorer(session.policy, SamplingLaw(1.0), Numerics("plain"))
-    training = SupervisedTraining(scorer, warmup.optimizer, MicrobatchConfig(warmup.microbatch))
+    training = SupervisedTraining(scorer, warmup.optimizer, warmup.microbatch)
     state = training.init(params)
     corpus = session.workload.corpus
 
@@ -286,17 +296,27 @@ def warm_up(session: Session, params: PolicyParams, out: Path) -> PolicyParams:
     return state.params
 
 
-def train_draft_head(session: Session, params: PolicyParams, draft: Eagle3Params, out: Path) -> Eagle3Params:
-    """Offline training on rollouts of the policy."""
+def feature_rms(session: Session, params: PolicyParams, sequences: Sequences) -> float:
+    """Root mean square of what the head reads, over some sequences of the policy."""
+    batch = grid_batch(sequences.tokens, sequence_positions(sequences.lengths, sequences.tokens.shape[1]))
+    out = forward(params, session.policy, batch, numerics=Numerics("plain"), boundaries=session.drafter.boundaries)
+    features = np.asarray(out.features, np.float32)[np.asarray(batch.positions) >= 0]
+    return float(np.sqrt(np.mean(features**2)))
+
+
+def train_draft_head(session: Session, params: PolicyParams, key: Any, out: Path) -> Eagle3Params:
+    """A new head, trained offline on rollouts of the policy."""
     settings = session.config.draft
     engine = session.engine(0, session.config.samples, session.config.temperature)
     batch = min(settings.prompts, session.config.prompts)
     sampler = Sampler(engine, session.mesh, "draft_data", session.config.run.seed, batch)
     trajectory = sample_all(sampler, params, None, session.workload.draft_prompts(settings.prompts))
     corpus = to_sequences(jax.tree.map(jnp.asarray, trajectory))
-    offline = OfflineDraftTraining(
-        session.draft_training(settings.optimizer, settings.microbatch), settings.batch, session.config.run.seed
-    )
+    training = session.draft_training(settings.optimizer, settings.microbatch)
+    share = per_device(settings.batch, session.mesh, "--draft.batch")
+    offline = OfflineDraftTraining(training, share, session.config.run.seed)
+    scale = feature_rms(session, params, jax.tree.map(lambda x: x[: settings.microbatch.rows], corpus))
+    draft = init_eagle3(key, session.drafter.config, policy=params, feature_rms=scale)
 
     def program(steps: int) -> Any:
         compiled = offline.program(session.mesh, steps)
@@ -323,10 +343,13 @@ def train_draft_head(session: Session, params: PolicyParams, draft: Eagle3Params
 
 @dataclass(frozen=True, eq=False)
 class Examiner:
-    """Greedy accuracy on held-out problems."""
+    """Greedy accuracy on held-out problems, with speculation.
+
+    draft: the head that drafts where a state has none of its own; it changes the speed only.
+    """
 
     session: Session
-    draft_length: int
+    draft: Any
     samplers: dict[int, Sampler] = field(default_factory=dict)
 
     def examine(self, params: PolicyParams, draft: Any, split: Literal["dev", "test"]) -> dict[str, Any]:
@@ -335,9 +358,9 @@ class Examiner:
         prompts, problems = session.workload.held_out(split, count)
         batch = min(count, 256)
         if batch not in self.samplers:
-            engine = session.engine(self.draft_length, 1, 0.0)
+            engine = session.engine(session.draft_length, 1, 0.0)
             self.samplers[batch] = Sampler(engine, session.mesh, "evaluation", session.config.run.seed, batch)
-        trajectory = sample_all(self.samplers[batch], params, draft, prompts)
+        trajectory = sample_all(self.samplers[batch], params, self.draft if draft is None else draft, prompts)
         rewards = session.workload.rewards(problems, trajectory)
         accuracy = float(np.mean(rewards))
         half_width = 1.96 * (accuracy * (1 - accuracy) / len(rewards)) ** 0.5
@@ -387,7 +410,9 @@ def run_arm(session: Session, arm: Arm, state: GrpoState, examiner: Examiner) ->
 
 
 def write_sample(path: Path, session: Session, step: int, trajectory: Trajectory, rewards: np.ndarray) -> None:
-    """Append the step's first response as text."""
+    """Append the step's first response as text; a resumed run does not write a step twice."""
+    if path.exists() and f"step {step}, " in path.read_text(encoding="utf-8"):
+        return
     prompt, response = response_text(session.workload.tokenizer, trajectory, 0)
     with path.open("a", encoding="utf-8") as file:
         file.write(f"step {step}, reward {rewards[0]:g}\n{prompt}{response}\n\n")
@@ -396,16 +421,17 @@ def write_sample(path: Path, session: Session, step: int, trajectory: Trajectory
 def open_session(config: Config) -> tuple[Session, PolicyParams | None, Eagle3Params | None]:
     """Check and load everything a run needs; nothing is compiled and nothing written."""
     check_output(config.run)
-    mesh = make_mesh(parse_mesh(config.mesh))
-    workload = build_workload(config)
+    mesh = resolve_mesh(config.mesh, config.prompts)
+    workload = build_workload(config, mesh)
     params, policy = load_or_shape_policy(config, workload.tokenizer)
     numerics = default_numerics(config.numerics, config.dtype)
     if config.drafter is not None:
         drafter, draft = load_drafter(config.drafter, policy)
     else:
         drafter, draft = Eagle3Drafter(draft_head_config(policy)), None
+        check_draft_data(config.draft.prompts * config.samples, config.draft.batch, mesh)
     session = Session(config, mesh, workload, policy, numerics, drafter)
-    session.program(session.draft_length)
+    session.program(session.draft_length).step.engine.check_prompt_width(workload.prompt_width)
     return session, params, draft
 
 
@@ -418,22 +444,21 @@ def main(config: Config) -> None:
     if params is None:
         params = warm_up(session, init_params(model_key, session.policy), out)
     if draft is None and session.draft_length:
-        head = init_eagle3(draft_key, session.drafter.config, policy=params)
-        draft = train_draft_head(session, params, head, out)
+        draft = train_draft_head(session, params, draft_key, out)
     arms = [Arm("GRPO", out, session.draft_length)]
     if config.compare and session.draft_length:
         arms.append(Arm("GRPO without speculation", out / "baseline", 0))
     reference = params if config.loss.kl_coef > 0 else None
-    examiners = [Examiner(session, arm.draft_length) for arm in arms]
-    before = examiners[0].examine(params, draft, "test")
+    examiner = Examiner(session, draft)
+    before = examiner.examine(params, draft, "test")
     print(f"accuracy before GRPO {before['accuracy']:.3f} on {config.eval_problems} test problems", flush=True)
     with profile(out / "profile" if config.profile else None):
         for i, arm in enumerate(arms):
             step = session.program(arm.draft_length).step
             state = step.init(params, draft if arm.draft_length else None, reference)
-            arms[i] = run_arm(session, arm, state, examiners[i])
+            arms[i] = run_arm(session, arm, state, examiner)
     final = arms[0].report.state
-    after = examiners[0].examine(final.params, final.draft, "test")
+    after = examiner.examine(final.params, final.draft, "test")
     close_run(session, arms, before, after, provenance(config.run.seed), time.perf_counter() - start)
 
 

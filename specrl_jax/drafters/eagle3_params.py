@@ -157,7 +157,11 @@ def select_draft_vocab(token_counts: np.ndarray, draft_vocab_size: int) -> np.nd
 
 
 def init_eagle3(
-    key: Any, config: Eagle3Config, target_ids: np.ndarray | None = None, policy: PolicyParams | None = None
+    key: Any,
+    config: Eagle3Config,
+    target_ids: np.ndarray | None = None,
+    policy: PolicyParams | None = None,
+    feature_rms: float = 1.0,
 ) -> Eagle3Params:
     """Random head: kernels of variance 1/fan-in, norms one.
 
@@ -166,6 +170,8 @@ def init_eagle3(
         config: the head.
         target_ids: from `select_draft_vocab`; None where the head proposes the whole vocabulary.
         policy: where given, the final norm and the output projection start as the policy's.
+        feature_rms: root mean square of the policy's features, which grows with depth and training; `fc` starts
+            with outputs of unit size, since beside a large residual the layer itself would learn slowly.
     """
     if target_ids is None:
         if config.draft_vocab_size != config.vocab_size:
@@ -181,6 +187,7 @@ def init_eagle3(
         else:
             drawn = jax.random.truncated_normal(array_key, -2.0, 2.0, shape, jnp.float32)
             arrays[name] = (drawn * shape[0] ** -0.5).astype(dtype)
+    arrays["fc"] = arrays["fc"] / feature_rms
     if policy is not None:
         head = policy.embed.T if policy.head is None else policy.head
         arrays |= {"final_norm": policy.final_norm.astype(dtype), "lm_head": head[:, ids].astype(dtype)}

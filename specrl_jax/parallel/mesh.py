@@ -4,8 +4,10 @@ Axes: `data` splits rows (sequences), `fsdp` splits the storage of parameters an
 optimizer state, `tensor` splits heads and hidden units.
 """
 
+import contextlib
 import logging
 import math
+import os
 from dataclasses import dataclass
 
 import jax
@@ -58,6 +60,26 @@ def parse_mesh(text: str) -> MeshConfig:
             raise InputError(f'mesh "{text}": size "{size}" of axis {axis} is not a whole number; write {axis}=1')
         sizes[axis] = int(size)
     return MeshConfig(**sizes)
+
+
+def request_cpu_devices(text: str) -> None:
+    """Virtual CPU devices for a mesh, or two (one per core) for "auto"; without effect on other platforms.
+
+    The loops of a rollout run on one core each, so two devices roll out nearly twice as fast
+    as one. Call it before jax makes its devices.
+    """
+    wanted = min(2, os.cpu_count() or 1) if text == "auto" else parse_mesh(text).size
+    if wanted > jax.config.jax_num_cpu_devices:
+        with contextlib.suppress(RuntimeError):  # jax has its devices already
+            jax.config.update("jax_num_cpu_devices", wanted)
+
+
+def auto_mesh(rows: int) -> MeshConfig:
+    """Devices along `data` as far as they divide `rows`: all there are, on a CPU at most two."""
+    count = len(jax.devices())
+    if jax.default_backend() == "cpu":
+        count = min(2, count)
+    return MeshConfig(data=max(n for n in range(1, count + 1) if rows % n == 0))
 
 
 def make_mesh(config: MeshConfig) -> Mesh:

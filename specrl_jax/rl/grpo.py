@@ -251,21 +251,13 @@ class GrpoStep:
         return new_state, metrics | self._reward_metrics(trajectory, rewards), left
 
     def _empty_carry(self, state: GrpoState, whole: Minibatch, size: int) -> Any:
-        """Zeros of the loop's carry: metrics, and room for the draft head's examples of all minibatches."""
-        mini = jax.tree.map(lambda x: x[:size], whole)
-        microbatch = self.update_config.microbatch
-        (_, _, means), left = jax.eval_shape(
-            lambda: over_microbatches(
-                lambda params, micro: self._gradients(params, micro, jnp.float32(1.0)),
-                state.params,
-                mini,
-                mini.sequences.lengths,
-                microbatch,
-            )
-        )
-        parts = self.update_config.updates_per_rollout
+        """Zeros of the update loop's carry: metrics, and room for the draft head's examples of all minibatches."""
+        rows = self.update_config.microbatch.rows
+        micro = jax.tree.map(lambda x: x[:rows], whole)
+        (_, _, means), left = jax.eval_shape(self._gradients, state.params, micro, jnp.float32(1.0))
+        count = self.update_config.updates_per_rollout * (size // rows)
         metrics = {name: jnp.float32(0.0) for name in (*means, "loss", "grad_norm")}
-        room = jax.tree.map(lambda s: jnp.zeros((parts * s.shape[0], *s.shape[1:]), s.dtype), left)
+        room = jax.tree.map(lambda s: jnp.zeros((count * s.shape[0], *s.shape[1:]), s.dtype), left)
         return state.params, state.opt_state, metrics, room
 
     def _reward_metrics(self, trajectory: Trajectory, rewards: Float[Array, "b"]) -> dict[str, Array]:

@@ -26,3 +26,13 @@ def pass_at_k(num_samples: int, num_correct: Int[np.ndarray, "p"], k: int) -> Fl
     draws = np.arange(k)
     wrong_left = np.maximum(num_samples - num_correct[:, None] - draws[None], 0)
     return 1.0 - np.prod(wrong_left / (num_samples - draws)[None], axis=1)
+
+
+def mean_ci95(values: Float[np.ndarray, "p"]) -> tuple[float, float]:
+    """Mean over problems, and the half-width of its 95% interval by the normal approximation.
+
+    The half-width is 1.96 standard errors, from the variance with the divisor p - 1: NaN for a single problem.
+    """
+    if len(values) == 1:
+        return float(values[0]), float("nan")
+    return float(np.mean(values)), float(1.96 * np.std(values, ddof=1) / len(values) ** 0.5)

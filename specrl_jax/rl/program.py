@@ -67,7 +67,11 @@ class GrpoProgram:
                 f"{self.groups} prompts per step do not split over {devices} devices and "
                 f"{update.updates_per_rollout} updates per rollout; choose a multiple of {parts}"
             )
-        check_microbatch(update.microbatch, self.groups // parts * self.step.samples)
+        sequences = self.groups // parts * self.step.samples
+        check_microbatch(update.microbatch, sequences)
+        if self.step.drafting is not None:
+            kept = update.updates_per_rollout * (sequences // update.microbatch.rows) * update.draft_sequences
+            check_microbatch(self.step.drafting.microbatch, kept)
 
     def _issue(self, state: GrpoState, split: Split = "train") -> tuple[Prompts, Any]:
         if self.task is None:

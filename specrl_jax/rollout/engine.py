@@ -51,6 +51,7 @@ class RolloutConfig:
     end_ids: tokens that close a response.
     law: the sampling law.
     ladder: fractions of the batch that the live rows are compacted into, in order.
+    smallest_rung: fewer rows than this get no rung of their own: each one is compiled.
     """
 
     max_new_tokens: int
@@ -59,9 +60,15 @@ class RolloutConfig:
     end_ids: tuple[int, ...]
     law: SamplingLaw = SamplingLaw()
     ladder: tuple[float, ...] = (1.0, 0.5, 0.25, 0.125, 0.0625)
+    smallest_rung: int = 16
 
     def __post_init__(self) -> None:
-        for name, least in (("max_new_tokens", 1), ("samples_per_prompt", 1), ("draft_length", 0)):
+        for name, least in (
+            ("max_new_tokens", 1),
+            ("samples_per_prompt", 1),
+            ("draft_length", 0),
+            ("smallest_rung", 1),
+        ):
             if getattr(self, name) < least:
                 raise InputError(f"rollout {name} is {getattr(self, name)}; it must be at least {least}")
         if not self.end_ids:
@@ -71,8 +78,8 @@ class RolloutConfig:
 
     def rungs(self, rows: int) -> tuple[int, ...]:
         """Batch sizes of the ladder for `rows` sequences, largest first."""
-        sizes = {max(1, math.ceil(rows * fraction)) for fraction in (1.0, *self.ladder)}
-        return tuple(sorted(sizes, reverse=True))
+        sizes = {math.ceil(rows * fraction) for fraction in self.ladder}
+        return tuple(sorted({size for size in sizes if size >= self.smallest_rung} | {rows}, reverse=True))
 
 
 @struct.dataclass
@@ -256,23 +263,36 @@ class RolloutEngine:
         law = sample_tokens(params, self.policy, self.config.law, out.hidden, keys, draws, self.numerics)
         return out, law
 
+    def check_prompt_width(self, width: int) -> None:
+        """Raise InputError unless prompts of `width` tokens and their responses fit the policy's context."""
+        if width + self.config.max_new_tokens > self.policy.max_position_embeddings:
+            raise InputError(
+                f"prompts of up to {width} tokens with responses of up to {self.config.max_new_tokens} exceed the "
+                f"policy's max_position_embeddings of {self.policy.max_position_embeddings}; "
+                "shorten the prompts or lower max_new_tokens"
+            )
+
     def prefill(
         self, params: PolicyParams, draft_params: Any, prompts: Prompts, keys: UInt32[Array, "b 2"]
     ) -> tuple[Rows, Trajectory]:
         """Read every prompt once, hand the result to its samples, and draw their first tokens."""
         groups, width = prompts.tokens.shape
+        self.check_prompt_width(width)
         samples, capacity = self.config.samples_per_prompt, width + self.config.max_new_tokens
         cache = policy_cache(self.policy, groups, capacity, self.numerics)
         batch = grid_batch(prompts.tokens, sequence_positions(prompts.lengths, width))
         out = forward(params, self.policy, batch, numerics=self.numerics, cache=cache, boundaries=self._boundaries)
 
+        read = jnp.maximum(prompts.lengths - 1, 0)  # tokens whose successor is known
+
         def last(grid: Array) -> Array:
-            return jnp.take_along_axis(grid, (prompts.lengths - 1)[:, None, None], axis=1)
+            return jnp.take_along_axis(grid, read[:, None, None], axis=1)
 
         def share(tree: Any) -> Any:
             return jax.tree.map(lambda x: jnp.repeat(x, samples, axis=0), tree)
 
         count = groups * samples
+        issued = share(prompts.lengths > 0)
         first = jnp.zeros((count,), jnp.int32)
         hidden = share(last(out.hidden.reshape(groups, width, -1))[:, 0])
         law = sample_tokens(params, self.policy, self.config.law, hidden, keys, first, self.numerics)
@@ -283,17 +303,17 @@ class RolloutEngine:
             keys=keys,
             last_token=first,
             emitted=first,
-            done=jnp.zeros((count,), bool),
+            done=~issued,
         )
-        ones = jnp.ones((count,), jnp.int32)
-        trajectory, rows = _emit(_empty_trajectory(prompts, self.config), rows, law, ones, self.config.end_ids)
+        one = issued.astype(jnp.int32)
+        trajectory, rows = _emit(_empty_trajectory(prompts, self.config), rows, law, one, self.config.end_ids)
         if self.drafter is not None and self.speculative:
             state = self.drafter.init_state(groups, capacity)
             features = self._features(out, groups, width)
             if width > 1:
-                shifted, counts = prompts.tokens[:, 1:], prompts.lengths - 1
-                state = self.drafter.commit(draft_params, params.embed, state, shifted, features[:, :-1], counts)
-            newest = (law.token[:, None], share(last(features)), ones)
+                shifted = prompts.tokens[:, 1:]
+                state = self.drafter.commit(draft_params, params.embed, state, shifted, features[:, :-1], read)
+            newest = (law.token[:, None], share(last(features)), one)
             state = self.drafter.commit(draft_params, params.embed, share(state), *newest)
             rows = replace(rows, drafter=state)
         return rows, trajectory
@@ -306,7 +326,7 @@ class RolloutEngine:
         Args:
             params: the policy's.
             draft_params: the drafter's, or None when the draft length is 0.
-            prompts: `g` prompts.
+            prompts: `g` prompts; one of no tokens fills up a batch and gets no response.
             keys: noise key of every sequence, `b = g * samples_per_prompt`, group-major
                 (`specrl_jax.rollout.noise.sequence_keys`).
         """

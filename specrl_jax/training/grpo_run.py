@@ -51,11 +51,14 @@ class RunConfig:
 
 @dataclass
 class RunReport:
-    """What a finished run leaves in memory; everything else is in its folder."""
+    """What a finished run leaves in memory; everything else is in its folder.
+
+    last: the last rollout, None where a resumed run had no step left to do.
+    """
 
     state: GrpoState
     trajectory_sha256: str
-    last: Trajectory
+    last: Trajectory | None
 
 
 Evaluate = Callable[[GrpoState], Mapping[str, Any]]

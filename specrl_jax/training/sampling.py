@@ -1,7 +1,7 @@
 """Responses to many prompts outside the GRPO step: evaluation, generation, data for the draft head."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -27,7 +27,7 @@ class Sampler:
 
     purpose: what the responses are for; it separates their noise from the training rollouts'.
     seed: of the noise.
-    batch: prompts per call, over the whole mesh.
+    batch: prompts per call over the whole mesh, rounded up to a multiple of its devices.
     """
 
     engine: RolloutEngine
@@ -44,26 +44,44 @@ class Sampler:
             keys = sequence_keys(self.seed, self.purpose, 0, jnp.repeat(prompts.row_ids, samples), index)
             trajectory = self.engine.rollout(params, draft, prompts, keys)
             stats, entropy = lax.psum((trajectory.stats, trajectory.entropy_sum), DATA)
-            return trajectory.replace(stats=stats, entropy_sum=entropy)
+            return replace(trajectory, stats=stats, entropy_sum=entropy)
 
         return over_mesh(self.mesh, run, (P(), P(), P(DATA)), trajectory_specs(P(DATA)))
 
+    @property
+    def _size(self) -> int:
+        devices = self.mesh.shape[DATA]
+        return -(-self.batch // devices) * devices
+
+    def _draft(self, draft: Any) -> Any:
+        return draft if self.engine.speculative else None
+
+    def _take(self, prompts: Prompts, start: int) -> Prompts:
+        """The batch that begins at prompt `start`, filled up with prompts of no tokens."""
+        rows, total = start + np.arange(self._size), prompts.lengths.shape[0]
+        picked = np.minimum(rows, total - 1)
+        batch: Prompts = jax.tree.map(lambda x: jnp.asarray(x)[picked], prompts)
+        return replace(batch, lengths=jnp.where(rows < total, batch.lengths, 0))
+
+    def compile(self, params: PolicyParams, draft: Any, prompts: Prompts) -> None:
+        """Compile ahead of `batches` with the same arguments, so that its time is that of sampling."""
+        self._program.lower(params, self._draft(draft), self._take(prompts, 0)).compile()
+
     def batches(self, params: PolicyParams, draft: Any, prompts: Prompts) -> Iterator[Trajectory]:
-        """Responses in batches on the host; a last batch that is not full is padded and cut again."""
-        draft = draft if self.engine.speculative else None
+        """Responses in batches on the host; a last batch that is not full is filled up and cut again."""
         total = prompts.lengths.shape[0]
-        for start in range(0, total, self.batch):
-            picked = np.minimum(np.arange(start, start + self.batch), total - 1)
-            batch = jax.tree.map(lambda x, rows=picked: jnp.asarray(x)[rows], prompts)
-            trajectory = jax.device_get(self._program(params, draft, batch))
-            yield first_prompts(trajectory, min(self.batch, total - start))
+        for start in range(0, total, self._size):
+            batch = self._take(prompts, start)
+            trajectory = jax.device_get(self._program(params, self._draft(draft), batch))
+            yield first_prompts(trajectory, min(self._size, total - start))
 
 
 def first_prompts(trajectory: Trajectory, count: int) -> Trajectory:
-    """The responses to the first `count` prompts; the counts of speculation stay those of all."""
+    """The responses to the first `count` prompts; counts stay those of all."""
     groups = trajectory.prompts.lengths.shape[0]
     rows = count * (trajectory.lengths.shape[0] // groups)
-    return trajectory.replace(
+    return replace(
+        trajectory,
         prompts=jax.tree.map(lambda x: x[:count], trajectory.prompts),
         **{name: getattr(trajectory, name)[:rows] for name in ("tokens", "log_probs", "lengths", "ended")},
     )

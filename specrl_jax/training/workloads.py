@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerFast
 
 from specrl_jax.data import arithmetic
 from specrl_jax.data.arithmetic import ArithmeticConfig, Split
-from specrl_jax.data.jsonl import encode_examples, encode_supervised, epoch_rows
+from specrl_jax.data.jsonl import EncodedPrompts, encode_examples, encode_supervised, epoch_rows
 from specrl_jax.data.layouts import Example
 from specrl_jax.data.prompts import Prompts
 from specrl_jax.data.symbols import SymbolTable, symbol_table
@@ -36,7 +36,9 @@ _DRAFT_COUNTERS, _SUPERVISED_COUNTERS = 1 << 29, 1 << 30
 class Workload(Protocol):
     """A task as the training loops see it."""
 
-    tokenizer: PreTrainedTokenizerFast
+    @property
+    def tokenizer(self) -> PreTrainedTokenizerFast:
+        """Of prompts and responses."""
 
     @property
     def in_graph(self) -> InGraphTask | None:
@@ -148,61 +150,101 @@ class ArithmeticWorkload:
 
 
 @dataclass(frozen=True, eq=False)
-class JsonlWorkload:
-    """Prompts from examples, rewards on the host.
+class JsonlProblems:
+    """Examples as prompts, judged on the host.
 
-    train: examples of RL (and of draft data). supervised_examples: those of the warm-up.
-    test: held-out examples.
-    focus: share of every supervised batch drawn from `train` instead of all supervised examples.
-    max_prompt_tokens: longer prompts are dropped. max_tokens: longer supervised texts are dropped.
-    groups: prompts per RL step.
+    max_prompt_tokens: longer prompts are dropped.
     """
 
     tokenizer: PreTrainedTokenizerFast
-    train: Sequence[Example]
-    test: Sequence[Example]
-    supervised_examples: Sequence[Example]
+    examples: Sequence[Example]
     reward: Reward
-    seed: int
-    groups: int
     max_prompt_tokens: int
-    max_tokens: int
-    supervised_batch: int
-    focus: float = 0.0
-
-    @property
-    def in_graph(self) -> None:
-        """None: rewards are computed on the host."""
-        return
 
     @cached_property
-    def _train(self) -> Any:
-        return encode_examples(self.train, self.tokenizer, self.max_prompt_tokens)
-
-    @cached_property
-    def _test(self) -> Any:
-        return encode_examples(self.test, self.tokenizer, self.max_prompt_tokens)
+    def encoded(self) -> EncodedPrompts:
+        """The prompts that are kept, and how many are not."""
+        return encode_examples(self.examples, self.tokenizer, self.max_prompt_tokens)
 
     @property
-    def dropped(self) -> int:
-        """Training prompts left out because they are too long."""
-        return int(self._train.dropped)
+    def count(self) -> int:
+        """Prompts that are kept."""
+        return len(self.encoded.examples)
 
     @property
     def prompt_width(self) -> int:
         """Tokens of the longest prompt kept."""
-        return max(self._train.prompts.tokens.shape[1], self._test.prompts.tokens.shape[1])
+        return int(self.encoded.prompts.tokens.shape[1])
 
     @cached_property
     def end_ids(self) -> tuple[int, ...]:
         """The tokenizer's end token."""
         return end_ids(self.tokenizer)
 
+    def take(self, rows: Int[np.ndarray, "n"]) -> tuple[Prompts, Any]:
+        """The named prompts and their examples."""
+        prompts = jax.tree.map(lambda x: x[rows], self.encoded.prompts)
+        return prompts, [self.encoded.examples[i] for i in rows]
+
+    def held_out(self, split: Split, count: int) -> tuple[Prompts, Any]:
+        """The test set is taken from the front, the development set from the back."""
+        rows = np.arange(self.count)
+        return self.take(rows[:count] if split == "test" else rows[-count:])
+
+    def rewards(self, problems: Any, trajectory: Trajectory) -> np.ndarray:
+        """The host reward of every response."""
+        samples = len(trajectory.lengths) // len(trajectory.prompts.lengths)
+        tokens, lengths = np.asarray(trajectory.tokens), np.asarray(trajectory.lengths)
+        responses = [t[:n].tolist() for t, n in zip(tokens, lengths, strict=True)]
+        texts = self.tokenizer.batch_decode(responses, skip_special_tokens=True)
+        return score(texts, [example for example in problems for _ in range(samples)], self.reward)
+
+
+@dataclass(frozen=True, eq=False)
+class JsonlWorkload:
+    """Prompts from examples, rewards on the host.
+
+    train: examples of RL (and of draft data). test: held-out examples.
+    supervised_examples: those of the warm-up.
+    focus: share of every supervised batch drawn from `train` instead of all supervised examples.
+    max_tokens: longer supervised texts are dropped.
+    groups: prompts per RL step.
+    """
+
+    train: JsonlProblems
+    test: JsonlProblems
+    supervised_examples: Sequence[Example]
+    seed: int
+    groups: int
+    max_tokens: int
+    supervised_batch: int
+    focus: float = 0.0
+
+    @property
+    def tokenizer(self) -> PreTrainedTokenizerFast:
+        """Of prompts and responses."""
+        return self.train.tokenizer
+
+    @property
+    def in_graph(self) -> None:
+        """None: rewards are computed on the host."""
+        return
+
+    @property
+    def prompt_width(self) -> int:
+        """Tokens of the longest prompt kept."""
+        return max(self.train.prompt_width, self.test.prompt_width)
+
+    @property
+    def end_ids(self) -> tuple[int, ...]:
+        """The tokenizer's end token."""
+        return self.train.end_ids
+
     @cached_property
     def corpus(self) -> tuple[Sequences, Sequences]:
         """All supervised texts, and those of the RL examples."""
         everything = encode_supervised(self.supervised_examples, self.tokenizer, self.max_tokens)
-        focused = encode_supervised(self.train, self.tokenizer, self.max_tokens)
+        focused = encode_supervised(self.train.examples, self.tokenizer, self.max_tokens)
         return _as_sequences(everything), _as_sequences(focused)
 
     def supervised(self, step: Int[Array, ""], corpus: tuple[Sequences, Sequences]) -> Sequences:
@@ -223,28 +265,19 @@ class JsonlWorkload:
 
     def issue(self, step: int) -> tuple[Prompts, Any]:
         """Prompts of an RL step: every example once per epoch."""
-        rows = epoch_rows(self.seed, step, self.groups, len(self._train.examples))
-        prompts = jax.tree.map(lambda x: x[rows], self._train.prompts)
-        return prompts, [self._train.examples[i] for i in rows]
+        return self.train.take(epoch_rows(self.seed, step, self.groups, self.train.count))
 
     def held_out(self, split: Split, count: int) -> tuple[Prompts, Any]:
-        """Held-out examples: the test set from its front, the development set from its back."""
-        total = len(self._test.examples)
-        rows = np.arange(total)[:count] if split == "test" else np.arange(total)[-count:]
-        return jax.tree.map(lambda x: x[rows], self._test.prompts), [self._test.examples[i] for i in rows]
+        """Held-out examples: the test set from their front, the development set from their back."""
+        return self.test.held_out(split, count)
 
     def draft_prompts(self, count: int) -> Prompts:
         """The first prompts of the RL examples, again from the front when there are fewer."""
-        rows = np.arange(count) % len(self._train.examples)
-        return jax.tree.map(lambda x: x[rows], self._train.prompts)
+        return self.train.take(np.arange(count) % self.train.count)[0]
 
     def rewards(self, problems: Any, trajectory: Trajectory) -> np.ndarray:
         """The host reward of every response."""
-        samples = len(trajectory.lengths) // len(trajectory.prompts.lengths)
-        tokens, lengths = np.asarray(trajectory.tokens), np.asarray(trajectory.lengths)
-        responses = [t[:n].tolist() for t, n in zip(tokens, lengths, strict=True)]
-        texts = self.tokenizer.batch_decode(responses, skip_special_tokens=True)
-        return score(texts, [example for example in problems for _ in range(samples)], self.reward)
+        return self.train.rewards(problems, trajectory)
 
 
 def _as_sequences(texts: Any) -> Sequences:

@@ -1,0 +1,259 @@
+"""The GRPO step: the same bits with and without speculation, scanned and in pieces, with the draft update on and off."""
+
+import dataclasses
+import functools
+import hashlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from specrl_jax.data.arithmetic import ArithmeticConfig
+from specrl_jax.data.symbols import symbol_table
+from specrl_jax.data.tokenizers import arithmetic_tokenizer
+from specrl_jax.drafters.eagle3 import Eagle3Drafter
+from specrl_jax.drafters.eagle3_params import Eagle3Config, init_eagle3
+from specrl_jax.drafters.eagle3_training import DraftLossConfig
+from specrl_jax.errors import InputError
+from specrl_jax.models.config import PolicyConfig
+from specrl_jax.models.numerics import Numerics
+from specrl_jax.models.params import init_params
+from specrl_jax.parallel.mesh import MeshConfig, make_mesh
+from specrl_jax.rl import grpo
+from specrl_jax.rl.drafting import DraftTraining
+from specrl_jax.rl.grpo import GrpoStep, UpdateConfig
+from specrl_jax.rl.losses import LossConfig
+from specrl_jax.rl.microbatches import MicrobatchConfig, over_microbatches, sorted_order
+from specrl_jax.rl.optimizers import OptimizerConfig
+from specrl_jax.rl.program import GrpoProgram
+from specrl_jax.rl.scoring import Scorer
+from specrl_jax.rl.tasks import ArithmeticTask
+from specrl_jax.rollout.engine import RolloutConfig, RolloutEngine
+from specrl_jax.rollout.sampling import SamplingLaw
+
+pytestmark = pytest.mark.ci
+
+TABLE = symbol_table(arithmetic_tokenizer())
+VOCAB = TABLE.token_bytes.shape[0]
+POLICY = PolicyConfig("qwen3", VOCAB, 16, 32, num_layers=2, num_heads=2, num_kv_heads=1, head_dim=8)
+HEAD = Eagle3Config(16, 32, 2, 1, 8, VOCAB, VOCAB, (0, 1, 2), 16)
+INVARIANT = Numerics("invariant", token_block=8, row_block=4, query_block=4, key_block=16)
+TASK = ArithmeticTask(ArithmeticConfig(2, (1.0,), (1.0,)), TABLE, seed=0)
+GROUPS, SAMPLES = 4, 8
+
+
+@functools.lru_cache
+def initial():
+    """A policy that often answers in one digit, so that some groups have mixed rewards, and a random head."""
+    params = init_params(jax.random.key(0), POLICY)
+    digits_and_end = jnp.zeros((VOCAB,)).at[TABLE.token_ids[:10]].set(1.0).at[TABLE.end_id].set(2.0)
+    # The bias direction is carried by the embedding of every token.
+    direction = jnp.ones((16,)) / 4
+    params = params.replace(
+        embed=params.embed + direction[None], head=params.head + direction[:, None] * digits_and_end[None]
+    )
+    return params, init_eagle3(jax.random.key(1), HEAD, policy=params)
+
+
+def make_program(draft_length, *, online=True, numerics=INVARIANT, data=1, updates=2, **changes):
+    law = SamplingLaw(1.0)
+    rollout = RolloutConfig(12, SAMPLES, draft_length, (TABLE.end_id,), law, ladder=(1.0, 0.5), smallest_rung=4)
+    engine = RolloutEngine(POLICY, rollout, numerics, Eagle3Drafter(HEAD) if draft_length else None)
+    scorer = Scorer(POLICY, law, numerics)
+    online = online and draft_length > 0
+    drafting = DraftTraining(
+        scorer, HEAD, DraftLossConfig(2), OptimizerConfig(1e-2), MicrobatchConfig(2, (1.0,))
+    )
+    update = UpdateConfig(
+        LossConfig(clip_high=0.28),
+        OptimizerConfig(0.05, name="muon"),
+        MicrobatchConfig(4, (0.5, 1.0)),
+        updates_per_rollout=updates,
+        draft_sequences=2 if online else 0,
+    )
+    update = dataclasses.replace(update, **changes)
+    step = GrpoStep(engine, scorer, update, drafting if online else None, seed=0)
+    return GrpoProgram(step, make_mesh(MeshConfig(data)), GROUPS, TASK)
+
+
+def first_state(program, **kwargs):
+    params, draft = initial()
+    return program.step.init(params, draft if program.step.engine.speculative else None, **kwargs)
+
+
+def sha(tree):
+    return hashlib.sha256(b"".join(np.asarray(x).tobytes() for x in jax.tree.leaves(tree))).hexdigest()
+
+
+def in_pieces(program, state, steps):
+    tokens = []
+    for _ in range(steps):
+        prompts, problems = program.issue(state)
+        trajectory = program.rollout(state, prompts)
+        rewards = program.reward(state, problems, trajectory)
+        prepared = program.prepare(state, trajectory)
+        state, _, examples = program.update(state, trajectory, prepared, rewards)
+        state, _ = program.update_drafter(state, examples)
+        tokens.append(np.asarray(trajectory.tokens))
+    return state, np.stack(tokens)
+
+
+@functools.lru_cache
+def autoregressive():
+    """Two scanned steps without speculation: state, metrics, trajectories, rewards."""
+    program = make_program(0)
+    state, outputs = program.scanned(2)(first_state(program))
+    return state, *outputs
+
+
+@functools.lru_cache
+def speculative():
+    program = make_program(3)
+    state, outputs = program.scanned(2)(first_state(program))
+    return state, *outputs
+
+
+def test_speculation_changes_neither_tokens_nor_parameters():
+    plain, spec = autoregressive(), speculative()
+    for name in ("tokens", "log_probs", "lengths", "ended"):
+        np.testing.assert_array_equal(getattr(plain[2], name), getattr(spec[2], name))
+    np.testing.assert_array_equal(plain[3], spec[3])
+    assert sha(plain[0].params) == sha(spec[0].params) != sha(initial()[0])
+    assert sha(spec[0].draft) != sha(initial()[1])
+    assert int(spec[2].stats.rounds.sum()) > 0
+
+
+def test_the_run_learns_something_to_compare():
+    _, metrics, trajectories, rewards = autoregressive()
+    assert 0 < np.asarray(rewards).mean() < 1
+    assert np.all(np.asarray(metrics["grad_norm"]) > 0)
+    assert len(np.unique(np.asarray(trajectories.lengths))) > 3
+
+
+@pytest.mark.parametrize("draft_length", [0, 3])
+def test_scanned_and_in_pieces_give_the_same_bits(draft_length):
+    scanned = speculative() if draft_length else autoregressive()
+    program = make_program(draft_length)
+    state, tokens = in_pieces(program, first_state(program), 2)
+    np.testing.assert_array_equal(tokens, scanned[2].tokens)
+    assert sha(state) == sha(scanned[0])
+
+
+def test_one_step_at_a_time_equals_two_scanned():
+    program = make_program(0)
+    one = program.scanned(1)
+    state = first_state(program)
+    for _ in range(2):
+        state, _ = one(state)
+    assert sha(state) == sha(autoregressive()[0])
+
+
+def test_a_change_in_the_noise_key_is_caught(monkeypatch):
+    program = make_program(3)
+    original = grpo.sequence_keys
+    monkeypatch.setattr(grpo, "sequence_keys", lambda *args: original(*args) ^ jnp.uint32(1))
+    state = first_state(program)
+    prompts, _ = program.issue(state)
+    tokens = program.rollout(state, prompts).tokens
+    assert not np.array_equal(tokens, autoregressive()[2].tokens[0])
+
+
+@pytest.mark.parametrize("numerics", [INVARIANT, Numerics("plain", key_block=16)], ids=["invariant", "plain"])
+def test_the_draft_update_leaves_the_policy_gradient_alone(numerics):
+    """One update from the same trajectory, with the head trained and with it frozen."""
+    states = []
+    for online in (True, False):
+        program = make_program(3, online=online, numerics=numerics, updates=1)
+        state = first_state(program)
+        prompts, problems = program.issue(state)
+        trajectory = program.rollout(state, prompts)
+        rewards = program.reward(state, problems, trajectory)
+        state, metrics, examples = program.update(state, trajectory, program.prepare(state, trajectory), rewards)
+        assert (examples is not None) == online
+        states.append((sha(state.params), sha(state.opt_state), float(metrics["grad_norm"])))
+    assert states[0] == states[1]
+
+
+def test_old_log_probs_recomputed_are_those_of_the_rollout():
+    program = make_program(0, recompute_logprobs=True)
+    state = first_state(program)
+    prompts, _ = program.issue(state)
+    trajectory = program.rollout(state, prompts)
+    recomputed, _ = program.prepare(state, trajectory)
+    kept, _ = make_program(0).prepare(state, trajectory)
+    assert np.asarray(kept.mask).any()
+    np.testing.assert_array_equal(recomputed.log_probs, kept.log_probs)
+
+
+def test_the_first_update_is_on_policy_and_the_second_is_not():
+    program = make_program(0)
+    state = first_state(program)
+    _, (metrics, *_) = program.scanned(1)(state)
+    alone = make_program(0, updates=1)
+    _, (alone_metrics, *_) = alone.scanned(1)(state)
+    assert float(alone_metrics["ratio"][0]) == 1.0
+    assert float(alone_metrics["clip_fraction"][0]) == 0.0
+    assert float(metrics["ratio"][0]) != 1.0
+    assert float(metrics["clip_fraction"][0]) > 0.0
+
+
+def test_a_reference_adds_its_kl():
+    program = make_program(0, loss=LossConfig(kl_coef=0.1))
+    params, _ = initial()
+    _, (metrics, *_) = program.scanned(2)(program.step.init(params, reference=params))
+    assert float(metrics["kl"][1]) > 0.0
+
+
+def test_a_data_axis_of_two_devices_rolls_out_the_same_tokens():
+    program = make_program(3, data=2)
+    state, (metrics, trajectories, rewards) = program.scanned(1)(first_state(program))
+    np.testing.assert_array_equal(trajectories.tokens[0], speculative()[2].tokens[0])
+    np.testing.assert_array_equal(rewards[0], speculative()[3][0])
+    single = speculative()[1]
+    for name in ("reward_mean", "truncated_fraction", "zero_advantage_groups"):
+        np.testing.assert_allclose(metrics[name][0], single[name][0], rtol=1e-6)
+    assert int(state.issued) == GROUPS
+
+
+def test_shuffled_rewards_keep_each_group():
+    program = make_program(0)
+    state = first_state(program)
+    shuffled = dataclasses.replace(program, shuffle_rewards=True)
+    prompts, problems = program.issue(state)
+    trajectory = program.rollout(state, prompts)
+    before = np.asarray(program.reward(state, problems, trajectory)).reshape(GROUPS, SAMPLES)
+    after = np.asarray(shuffled.reward(state, problems, trajectory)).reshape(GROUPS, SAMPLES)
+    assert not np.array_equal(before, after)
+    np.testing.assert_array_equal(np.sort(before, 1), np.sort(after, 1))
+
+
+@pytest.mark.parametrize("platform", ["cpu", "cuda", "tpu"])
+def test_the_scanned_step_lowers_for_every_platform(platform):
+    program = make_program(3)
+    shapes = jax.eval_shape(lambda: first_state(program))
+    exported = jax.export.export(program.scanned(2), platforms=[platform])(shapes)
+    assert platform in exported.platforms
+    assert "callback" not in exported.mlir_module()
+
+
+def test_microbatches_add_up_whatever_their_width():
+    rng = np.random.RandomState(0)
+    lengths = jnp.asarray(rng.randint(1, 41, 24), jnp.int32)
+    values = jnp.asarray(rng.randint(0, 100, (24, 40)), jnp.int32)
+    values = jnp.where(jnp.arange(40)[None] < lengths[:, None], values, 0)
+
+    def fn(weight, micro):
+        return weight * micro.sum(), micro
+
+    for config in (MicrobatchConfig(24, (1.0,)), MicrobatchConfig(4, (0.2, 0.5, 1.0)), MicrobatchConfig(1, (0.1,))):
+        total, rows = jax.jit(lambda c=config: over_microbatches(fn, jnp.int32(2), values, lengths, c))()
+        assert int(total) == 2 * int(values.sum())
+        np.testing.assert_array_equal(rows, values[sorted_order(lengths)])
+
+
+def test_what_does_not_split_is_refused():
+    with pytest.raises(InputError, match="choose a multiple of 3"):
+        make_program(0, updates=3)
+    with pytest.raises(InputError, match="microbatch"):
+        make_program(0, microbatch=MicrobatchConfig(5))

@@ -211,7 +211,7 @@ def test_every_depth_has_three_boundaries_or_is_refused():
     for layers in range(2, 100):
         first, middle, last = default_boundaries(layers)
         assert 0 <= first < middle < last <= layers
-    with pytest.raises(InputError, match="needs 2 layers"):
+    with pytest.raises(InputError, match="at least 2 layers"):
         default_boundaries(1)
 
 

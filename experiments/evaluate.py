@@ -60,6 +60,11 @@ class Config:
         _ = self.ks
 
     @property
+    def mesh(self) -> str:
+        """Devices asked for."""
+        return self.model.mesh
+
+    @property
     def ks(self) -> tuple[int, ...]:
         """The values of k in ascending order, 1 among them."""
         ks = {1}
@@ -95,7 +100,7 @@ def pass_rates(rewards: Float[np.ndarray, "p n"], ks: tuple[int, ...]) -> list[d
 def main(config: Config) -> None:
     """Check everything, sample, judge, write and print."""
     check_output(config.run)
-    model = open_model(config.model, config.run)
+    model = open_model(config.model, config.run, config.problem.problems)
     engine = model.engine(config.sampling)
     workload = open_problems(config.problem, model.tokenizer, config.reward, judged=True)
     engine.check_prompt_width(workload.prompt_width)

@@ -33,6 +33,7 @@ from specrl_jax.data.prompts import Prompts
 from specrl_jax.errors import InputError
 from specrl_jax.rollout.trajectory import Trajectory
 from specrl_jax.training.metrics import write_json
+from specrl_jax.training.workloads import decode
 
 
 @dataclass(frozen=True)
@@ -49,6 +50,11 @@ class Config:
     def __post_init__(self) -> None:
         if self.prompt and self.problem.task is not None:
             raise InputError("--prompt and --task contradict each other; give one of them")
+
+    @property
+    def mesh(self) -> str:
+        """Devices asked for."""
+        return self.model.mesh
 
 
 SMOKE = {
@@ -70,15 +76,14 @@ def encode_texts(texts: tuple[str, ...], tokenizer: PreTrainedTokenizerFast) -> 
 def rows_of(tokenizer: PreTrainedTokenizerFast, trajectory: Trajectory) -> list[dict[str, Any]]:
     """A flat object per response."""
     prompts = trajectory.prompts
-    tokens, prompt_lengths = np.asarray(prompts.tokens), np.asarray(prompts.lengths)
-    texts = [tokenizer.decode(t[:n]) for t, n in zip(tokens, prompt_lengths, strict=True)]
+    texts = [decode(tokenizer, t[:n]) for t, n in zip(prompts.tokens, prompts.lengths, strict=True)]
     samples = len(trajectory.lengths) // len(texts)
     return [
         {
             "row_id": int(prompts.row_ids[i // samples]),
             "sample": i % samples,
             "prompt": texts[i // samples],
-            "response": tokenizer.decode(np.asarray(trajectory.tokens[i, :length]), skip_special_tokens=True),
+            "response": decode(tokenizer, trajectory.tokens[i, :length], special=False),
             "tokens": int(length),
             "ended": bool(trajectory.ended[i]),
             "log_prob": float(np.sum(trajectory.log_probs[i, :length], dtype=np.float64)),
@@ -92,7 +97,7 @@ def main(config: Config) -> None:
     check_output(config.run)
     if not config.prompt and config.problem.task is None and config.model.policy is not None:
         raise InputError("there is nothing to respond to; give --prompt TEXT or --task arithmetic")
-    model = open_model(config.model, config.run)
+    model = open_model(config.model, config.run, len(config.prompt) or config.problem.problems)
     engine = model.engine(config.sampling)
     if config.prompt:
         prompts = encode_texts(config.prompt, model.tokenizer)

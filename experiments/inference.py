@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 from transformers import PreTrainedTokenizerFast
 
 from experiments.common import RunOptions, check_least, progress
-from experiments.setup import arithmetic_workload, default_numerics, draft_head_config, load_judge
+from experiments.setup import arithmetic_workload, default_numerics, draft_head_config, load_judge, resolve_mesh
 from specrl_jax.data.jsonl import load_examples
 from specrl_jax.data.prompts import Prompts
 from specrl_jax.data.tokenizers import arithmetic_tokenizer, load_tokenizer
@@ -24,7 +24,6 @@ from specrl_jax.models.huggingface import check_tokenizer_fits, load_config, loa
 from specrl_jax.models.numerics import Numerics
 from specrl_jax.models.params import PolicyParams, init_params
 from specrl_jax.models.presets import PRESETS
-from specrl_jax.parallel.mesh import make_mesh, parse_mesh
 from specrl_jax.rl.rewards import answer_reward
 from specrl_jax.rollout.engine import RolloutConfig, RolloutEngine
 from specrl_jax.rollout.sampling import SamplingLaw
@@ -46,7 +45,8 @@ class ModelOptions:
     """Type of the policy's weights; by default that of its config.json."""
     numerics: Literal["auto", "invariant", "plain"] = "auto"
     """Whether bits are independent of batch and draft length; auto: for float32 on a CPU."""
-    mesh: str = "data=1,fsdp=1,tensor=1"
+    mesh: str = "auto"
+    """As in data=8,fsdp=1,tensor=1; auto splits the prompts over all devices, on a CPU over two virtual ones."""
 
 
 @dataclass(frozen=True)
@@ -141,13 +141,13 @@ class Model:
         return replace(self, params=params, draft=draft)
 
 
-def open_model(options: ModelOptions, run: RunOptions) -> Model:
-    """Load a policy and its draft head; nothing is compiled.
+def open_model(options: ModelOptions, run: RunOptions, prompts: int) -> Model:
+    """Load a policy and its draft head for so many prompts; nothing is compiled.
 
     Raises:
         InputError: a folder is missing or damaged, its parts do not belong together, or there is no such mesh.
     """
-    mesh = make_mesh(parse_mesh(options.mesh))
+    mesh = resolve_mesh(options.mesh, prompts)
     if options.policy is None:
         if run.preset != "smoke" or options.drafter is not None:
             raise InputError("--policy is missing; give the folder or hub name of a policy")

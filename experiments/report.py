@@ -1,5 +1,7 @@
 """The closing of a GRPO run: summary.json, the tables, the plots."""
 
+import dataclasses
+import functools
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -30,8 +32,8 @@ def time_rollouts(arms: Sequence[Arm]) -> dict[str, list[float]]:
     state: GrpoState = arms[0].report.state
     prompts, _ = arms[0].program.issue(state)
     for arm in arms:
-        own = state if arm.draft_length else state.replace(draft=None, draft_opt_state=None)
-        calls[arm.label] = lambda program=arm.program, own=own: program.rollout(own, prompts)
+        own = state if arm.draft_length else dataclasses.replace(state, draft=None, draft_opt_state=None)
+        calls[arm.label] = functools.partial(arm.program.rollout, own, prompts)
     seconds: dict[str, list[float]] = {label: [] for label in calls}
     for _ in range(TIMED_PAIRS + 1):
         for label, call in calls.items():

@@ -20,6 +20,7 @@ from specrl_jax.models.huggingface import check_tokenizer_fits, load_config, loa
 from specrl_jax.models.numerics import Numerics
 from specrl_jax.models.params import PolicyParams
 from specrl_jax.parallel.mesh import DATA, auto_mesh, make_mesh, parse_mesh
+from specrl_jax.rl.microbatches import check_microbatch
 from specrl_jax.rl.program import GrpoProgram
 from specrl_jax.rl.rewards import Reward, answer_reward, load_reward
 from specrl_jax.training.grpo_run import RunReport
@@ -42,16 +43,16 @@ class PolicyShape:
 
 @dataclass(frozen=True)
 class Arm:
-    """One GRPO run of an experiment.
+    """One finished GRPO run of an experiment.
 
-    label: for people. folder: its files. draft_length: drafts per round. report, program: set once it ran.
+    label: for people. folder: its files. draft_length: drafts per round. report, program: what ran.
     """
 
     label: str
     folder: Path
     draft_length: int
-    report: RunReport | None = None
-    program: GrpoProgram | None = None
+    report: RunReport
+    program: GrpoProgram
 
 
 def default_numerics(choice: str, dtype: str) -> Numerics:
@@ -168,13 +169,22 @@ def load_or_shape_policy(config: Any, tokenizer: PreTrainedTokenizerFast) -> tup
     )
 
 
-def check_draft_data(sequences: int, batch: int, mesh: Mesh) -> None:
-    """Raise InputError unless the rollouts that train the draft head split over the mesh and fill a batch there."""
-    devices = mesh.shape[DATA]
-    if sequences % devices or sequences // devices < batch:
+def check_warm_up(warmup: Any, mesh: Mesh) -> None:
+    """Raise InputError unless the batches of the warm-up split over the mesh and into microbatches."""
+    check_microbatch(warmup.microbatch, per_device(warmup.batch, mesh, "--warmup.batch"))
+
+
+def check_draft_training(draft: Any, samples: int, mesh: Mesh) -> None:
+    """Raise InputError unless the draft head's rollouts and batches split over the mesh, and there are enough of both.
+
+    draft: the options of the stage. samples: rollouts per prompt.
+    """
+    check_microbatch(draft.microbatch, per_device(draft.batch, mesh, "--draft.batch"))
+    rollouts = draft.prompts * samples
+    if rollouts % mesh.shape[DATA] or rollouts < draft.batch:
         raise InputError(
-            f"{sequences} rollouts for the draft head do not give each of {devices} devices a batch of {batch}; "
-            "choose a smaller --draft.batch, more --draft.prompts or a --mesh that divides them"
+            f"{rollouts} rollouts for the draft head do not split over {mesh.shape[DATA]} devices or fill no batch of "
+            f"{draft.batch}; choose more --draft.prompts, a smaller --draft.batch or another --mesh"
         )
 
 

@@ -25,7 +25,8 @@ from experiments.setup import (
     Arm,
     PolicyShape,
     build_workload,
-    check_draft_data,
+    check_draft_training,
+    check_warm_up,
     default_numerics,
     draft_head_config,
     load_or_shape_policy,
@@ -45,7 +46,7 @@ from specrl_jax.models.policy import forward, grid_batch, sequence_positions
 from specrl_jax.rl.drafting import DraftTraining
 from specrl_jax.rl.grpo import GrpoState, GrpoStep, UpdateConfig
 from specrl_jax.rl.losses import LossConfig
-from specrl_jax.rl.microbatches import MicrobatchConfig, check_microbatch
+from specrl_jax.rl.microbatches import MicrobatchConfig
 from specrl_jax.rl.optimizers import OptimizerConfig
 from specrl_jax.rl.program import GrpoProgram
 from specrl_jax.rl.scoring import Scorer
@@ -76,7 +77,6 @@ class WarmUp:
 
     def __post_init__(self) -> None:
         check_least("warmup", self, steps=0, batch=1)
-        check_microbatch(self.microbatch, self.batch)
         if not 0.0 <= self.focus <= 1.0:
             raise InputError(f"--warmup.focus is {self.focus}; choose a share from 0 to 1")
 
@@ -101,6 +101,9 @@ class DraftHead:
     online_sequences: int = 4
     """Sequences per policy microbatch that train it."""
     online_optimizer: OptimizerConfig = OptimizerConfig(0.0005)
+
+    def __post_init__(self) -> None:
+        check_least("draft", self, prompts=1, steps=0, batch=1, unroll=1, online_sequences=1)
 
 
 @dataclass(frozen=True)
@@ -367,11 +370,21 @@ class Examiner:
         return {"accuracy": accuracy, "accuracy_ci95": half_width, **response_metrics(trajectory)}
 
 
-def run_arm(session: Session, arm: Arm, state: GrpoState, examiner: Examiner) -> Arm:
+@dataclass(frozen=True)
+class Start:
+    """What every arm starts from."""
+
+    params: PolicyParams
+    draft: Eagle3Params | None
+    reference: PolicyParams | None
+
+
+def run_arm(session: Session, label: str, folder: Path, draft_length: int, start: Start, examiner: Examiner) -> Arm:
     """One GRPO run in its folder, and what it left."""
-    config, folder = session.config, arm.folder
+    config = session.config
     folder.mkdir(parents=True, exist_ok=True)
-    program = session.program(arm.draft_length)
+    program = session.program(draft_length)
+    state = program.step.init(start.params, start.draft if draft_length else None, start.reference)
     best = max((row["accuracy"] for row in read_metrics(folder) if "accuracy" in row), default=-1.0)
 
     def evaluate(state: GrpoState) -> dict[str, Any]:
@@ -382,7 +395,7 @@ def run_arm(session: Session, arm: Arm, state: GrpoState, examiner: Examiner) ->
             save_policy(folder / "policy_best", state.params, session.policy, session.workload.tokenizer)
         return {name: figures[name] for name in ("accuracy", "accuracy_ci95")}
 
-    with progress(arm.label, config.steps) as advance:
+    with progress(label, config.steps) as advance:
 
         def on_step(step: int, row: Mapping[str, Any], trajectory: Trajectory, rewards: np.ndarray) -> None:
             note = f"reward {row['reward_mean']:.3f}"
@@ -404,9 +417,9 @@ def run_arm(session: Session, arm: Arm, state: GrpoState, examiner: Examiner) ->
         )
         report = run.run(state)
     save_policy(folder / "policy", report.state.params, session.policy, session.workload.tokenizer)
-    if report.state.draft is not None and arm.draft_length:
+    if report.state.draft is not None:
         save_drafter(folder / "drafter", session.drafter, report.state.draft)
-    return dataclasses.replace(arm, report=report, program=program)
+    return Arm(label, folder, draft_length, report, program)
 
 
 def write_sample(path: Path, session: Session, step: int, trajectory: Trajectory, rewards: np.ndarray) -> None:
@@ -429,9 +442,12 @@ def open_session(config: Config) -> tuple[Session, PolicyParams | None, Eagle3Pa
         drafter, draft = load_drafter(config.drafter, policy)
     else:
         drafter, draft = Eagle3Drafter(draft_head_config(policy)), None
-        check_draft_data(config.draft.prompts * config.samples, config.draft.batch, mesh)
     session = Session(config, mesh, workload, policy, numerics, drafter)
     session.program(session.draft_length).step.engine.check_prompt_width(workload.prompt_width)
+    if params is None:
+        check_warm_up(config.warmup, mesh)
+    if draft is None and session.draft_length:
+        check_draft_training(config.draft, config.samples, mesh)
     return session, params, draft
 
 
@@ -445,18 +461,15 @@ def main(config: Config) -> None:
         params = warm_up(session, init_params(model_key, session.policy), out)
     if draft is None and session.draft_length:
         draft = train_draft_head(session, params, draft_key, out)
-    arms = [Arm("GRPO", out, session.draft_length)]
+    start_from = Start(params, draft, params if config.loss.kl_coef > 0 else None)
+    runs = [("GRPO", out, session.draft_length)]
     if config.compare and session.draft_length:
-        arms.append(Arm("GRPO without speculation", out / "baseline", 0))
-    reference = params if config.loss.kl_coef > 0 else None
+        runs.append(("GRPO without speculation", out / "baseline", 0))
     examiner = Examiner(session, draft)
     before = examiner.examine(params, draft, "test")
     print(f"accuracy before GRPO {before['accuracy']:.3f} on {config.eval_problems} test problems", flush=True)
     with profile(out / "profile" if config.profile else None):
-        for i, arm in enumerate(arms):
-            step = session.program(arm.draft_length).step
-            state = step.init(params, draft if arm.draft_length else None, reference)
-            arms[i] = run_arm(session, arm, state, examiner)
+        arms = [run_arm(session, *run, start_from, examiner) for run in runs]
     final = arms[0].report.state
     after = examiner.examine(final.params, final.draft, "test")
     close_run(session, arms, before, after, provenance(config.run.seed), time.perf_counter() - start)

@@ -1,4 +1,4 @@
-"""The GRPO step: the same bits with and without speculation, scanned and in pieces, with the draft update on and off."""
+"""The GRPO step: equal bits with and without speculation, scanned and in pieces, draft update on and off."""
 
 import dataclasses
 import functools
@@ -62,9 +62,7 @@ def make_program(draft_length, *, online=True, numerics=INVARIANT, data=1, updat
     engine = RolloutEngine(POLICY, rollout, numerics, Eagle3Drafter(HEAD) if draft_length else None)
     scorer = Scorer(POLICY, law, numerics)
     online = online and draft_length > 0
-    drafting = DraftTraining(
-        scorer, HEAD, DraftLossConfig(2), OptimizerConfig(1e-2), MicrobatchConfig(2, (1.0,))
-    )
+    drafting = DraftTraining(scorer, HEAD, DraftLossConfig(2), OptimizerConfig(1e-2), MicrobatchConfig(2, (1.0,)))
     update = UpdateConfig(
         LossConfig(clip_high=0.28),
         OptimizerConfig(0.05, name="muon"),

@@ -69,7 +69,7 @@ def request_cpu_devices(text: str) -> None:
     as one. Call it before jax makes its devices.
     """
     wanted = min(2, os.cpu_count() or 1) if text == "auto" else parse_mesh(text).size
-    if wanted > jax.config.jax_num_cpu_devices:
+    if wanted > jax.config.values["jax_num_cpu_devices"]:
         with contextlib.suppress(RuntimeError):  # jax has its devices already
             jax.config.update("jax_num_cpu_devices", wanted)
 

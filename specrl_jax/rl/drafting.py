@@ -3,6 +3,7 @@
 The head has its own optimizer and its own clip; nothing of it reaches the policy's gradient.
 """
 
+import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
@@ -104,4 +105,4 @@ class DraftTraining:
             "draft_agreement": metrics.agreement,
             "draft_overlap": metrics.overlap,
         }
-        return params.replace(weights=weights), opt_state, jax.tree.map(jnp.asarray, report)
+        return dataclasses.replace(params, weights=weights), opt_state, jax.tree.map(jnp.asarray, report)

@@ -12,6 +12,7 @@ step, runs the same pieces in turn. Every piece computes inside loops of its own
 so both ways give the same bits.
 """
 
+import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
@@ -152,21 +153,19 @@ class GrpoStep:
         draft = state.draft if self.engine.speculative else None
         trajectory = self.engine.rollout(state.params, draft, prompts, keys)
         totals = lax.psum((trajectory.stats, trajectory.entropy_sum), DATA)
-        return trajectory.replace(stats=totals[0], entropy_sum=totals[1])
+        return dataclasses.replace(trajectory, stats=totals[0], entropy_sum=totals[1])
 
     def prepare(self, state: GrpoState, trajectory: Trajectory) -> tuple[Sequences, Float[Array, "b t"] | None]:
         """Sequences with their old log-probs as configured, and the reference's where there is one."""
         sequences, microbatch = to_sequences(trajectory), self.update_config.microbatch
         if self.update_config.recompute_logprobs:
             old = self.scorer.log_probs(state.params, sequences, microbatch)
-            sequences = sequences.replace(log_probs=jnp.where(sequences.mask, old, 0.0))
+            sequences = dataclasses.replace(sequences, log_probs=jnp.where(sequences.mask, old, 0.0))
         if state.reference is None:
             return sequences, None
         return sequences, self.scorer.log_probs(state.reference, sequences, microbatch)
 
-    def _gradients(
-        self, params: PolicyParams, micro: Minibatch, denominator: Float[Array, ""]
-    ) -> tuple[Any, Any]:
+    def _gradients(self, params: PolicyParams, micro: Minibatch, denominator: Float[Array, ""]) -> tuple[Any, Any]:
         """Gradient and metrics of one microbatch, and what its first sequences leave for the draft head."""
         kept = self.update_config.draft_sequences
         boundaries = self.drafting.head.boundaries if self.drafting is not None and kept else ()
@@ -242,7 +241,8 @@ class GrpoStep:
         start = self._empty_carry(state, whole, size)
         params, opt_state, metrics, left = lax.fori_loop(0, opaque_int(count), one_update, start)
         metrics = {name: total / count for name, total in metrics.items()}
-        new_state = state.replace(
+        new_state = dataclasses.replace(
+            state,
             params=params,
             opt_state=opt_state,
             updates=state.updates + count,
@@ -273,14 +273,11 @@ class GrpoStep:
         groups = sums.pop("zero_advantage_groups")
         return {name: total / count for name, total in sums.items()} | {"zero_advantage_groups": groups}
 
-    def update_drafter(
-        self, state: GrpoState, examples: DraftExamples | None
-    ) -> tuple[GrpoState, dict[str, Array]]:
+    def update_drafter(self, state: GrpoState, examples: DraftExamples | None) -> tuple[GrpoState, dict[str, Array]]:
         """One optimizer step of the draft head; the state as it is where the head is not trained."""
         if self.drafting is None or examples is None or state.draft is None:
             return state, {}
         draft, opt_state, metrics = self.drafting.update(
             state.draft, state.draft_opt_state, state.params.embed, examples
         )
-        return state.replace(draft=draft, draft_opt_state=opt_state), metrics
-
+        return dataclasses.replace(state, draft=draft, draft_opt_state=opt_state), metrics

@@ -30,12 +30,10 @@ from specrl_jax.rollout.trajectory import Trajectory
 
 def trajectory_specs(rows: P) -> Any:
     """Partition of a trajectory: rows as given, counts replicated."""
-    return Trajectory(
-        prompts=rows, tokens=rows, log_probs=rows, lengths=rows, ended=rows, entropy_sum=P(), stats=P()
-    )  # type: ignore[arg-type]  # a prefix of specs, not arrays
+    return Trajectory(prompts=rows, tokens=rows, log_probs=rows, lengths=rows, ended=rows, entropy_sum=P(), stats=P())  # type: ignore[arg-type]  # a prefix of specs, not arrays
 
 
-def over_mesh(mesh: Mesh, fn: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
+def over_mesh(mesh: Mesh, fn: Callable[..., Any], in_specs: Any, out_specs: Any) -> Any:
     """`fn` compiled with its arguments split over the mesh.
 
     Replication is not checked: loops whose trip counts differ between devices defeat the
@@ -98,7 +96,7 @@ class GrpoProgram:
         state, draft_metrics = self.step.update_drafter(state, examples)
         return state, (metrics | draft_metrics, trajectory, rewards)
 
-    def scanned(self, steps: int) -> Callable[[GrpoState], tuple[GrpoState, tuple[Any, Trajectory, Array]]]:
+    def scanned(self, steps: int) -> Any:
         """`steps` whole steps in one program: `state -> (state, (metrics, trajectories, rewards))`, steps first."""
 
         def run(state: GrpoState) -> Any:

@@ -1,7 +1,7 @@
 """Tasks whose prompts and rewards are computed in the graph."""
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +13,7 @@ from specrl_jax.data.prompts import Prompts
 from specrl_jax.data.symbols import SymbolTable
 
 
+@runtime_checkable
 class InGraphTask(Protocol):
     """Problems by number, and what a response to one is worth; both methods are traced."""
 

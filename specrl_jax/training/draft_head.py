@@ -62,9 +62,7 @@ class OfflineDraftTraining:
         def run(state: DraftState, policy: PolicyParams, corpus: Sequences) -> Any:
             def one(state: DraftState, _: None) -> tuple[DraftState, dict[str, Array]]:
                 examples = self.training.examples(policy, self._batch(state.step, corpus))
-                draft, opt_state, metrics = self.training.update(
-                    state.draft, state.opt_state, policy.embed, examples
-                )
+                draft, opt_state, metrics = self.training.update(state.draft, state.opt_state, policy.embed, examples)
                 return DraftState(draft, opt_state, state.step + 1), metrics
 
             return lax.scan(one, state, None, length=steps)

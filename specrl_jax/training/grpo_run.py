@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -30,6 +30,7 @@ MEASURED_EVERY = 10
 """Every so many dispatches the pieces run one by one, timed."""
 
 
+@runtime_checkable
 class HostTask(Protocol):
     """Prompts and rewards from the host."""
 
@@ -175,9 +176,7 @@ class GrpoRun:
         else:
             rewards = clock("time_reward_s", self._host_reward, problems, trajectory)
         prepared = clock("time_logprob_s", program.prepare, state, trajectory)
-        new_state, metrics, examples = clock(
-            "time_update_s", program.update, state, trajectory, prepared, rewards
-        )
+        new_state, metrics, examples = clock("time_update_s", program.update, state, trajectory, prepared, rewards)
         new_state, draft_metrics = clock("time_draft_update_s", program.update_drafter, new_state, examples)
         times = clock.seconds | {"time_step_s": sum(clock.seconds.values())}
         # Prefill is part of the rollout; alone it is timed beside the step.

@@ -89,13 +89,15 @@ def first_prompts(trajectory: Trajectory, count: int) -> Trajectory:
 
 def concatenate(trajectories: list[Trajectory]) -> Trajectory:
     """One trajectory from several; counts are added."""
-    rows = ("tokens", "log_probs", "lengths", "ended")
-    return Trajectory(
-        prompts=jax.tree.map(lambda *x: np.concatenate(x), *(t.prompts for t in trajectories)),
-        **{name: np.concatenate([getattr(t, name) for t in trajectories]) for name in rows},
-        entropy_sum=sum(t.entropy_sum for t in trajectories),
-        stats=jax.tree.map(lambda *x: sum(x), *(t.stats for t in trajectories)),
-    )
+    rows = ("prompts", "tokens", "log_probs", "lengths", "ended")
+    joined = {
+        name: jax.tree.map(lambda *x: np.concatenate(x), *(getattr(t, name) for t in trajectories)) for name in rows
+    }
+    added = {
+        name: jax.tree.map(lambda *x: sum(x), *(getattr(t, name) for t in trajectories))
+        for name in ("entropy_sum", "stats")
+    }
+    return Trajectory(**joined, **added)
 
 
 def sample_all(sampler: Sampler, params: PolicyParams, draft: Any, prompts: Prompts) -> Trajectory:

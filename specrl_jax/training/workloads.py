@@ -75,7 +75,12 @@ def response_text(tokenizer: PreTrainedTokenizerFast, trajectory: Trajectory, in
     group = index // samples
     prompt = trajectory.prompts.tokens[group, : trajectory.prompts.lengths[group]]
     response = trajectory.tokens[index, : trajectory.lengths[index]]
-    return tokenizer.decode(prompt), tokenizer.decode(response)
+    return decode(tokenizer, prompt), decode(tokenizer, response)
+
+
+def decode(tokenizer: PreTrainedTokenizerFast, tokens: Any, *, special: bool = True) -> str:
+    """Text of one sequence of token ids, `special` tokens shown or not."""
+    return str(tokenizer.decode(np.asarray(tokens), skip_special_tokens=not special))
 
 
 def end_ids(tokenizer: PreTrainedTokenizerFast) -> tuple[int, ...]:
@@ -260,8 +265,7 @@ class JsonlWorkload:
         first, second = jax.random.split(key)
         width = max(everything.tokens.shape[1], own.tokens.shape[1])
         parts = draw(own, focused, first), draw(everything, self.supervised_batch - focused, second)
-        parts = tuple(_widen(part, width) for part in parts)
-        return jax.tree.map(lambda *x: jnp.concatenate(x), *parts)
+        return jax.tree.map(lambda *x: jnp.concatenate(x), *(_widen(part, width) for part in parts))
 
     def issue(self, step: int) -> tuple[Prompts, Any]:
         """Prompts of an RL step: every example once per epoch."""

@@ -234,6 +234,14 @@ def test_the_head_can_start_from_the_policys_output_rows(tied):
     np.testing.assert_array_equal(weights.lm_head, rows[ids].T)
 
 
+def test_large_features_start_the_head_at_unit_scale():
+    keys = jax.random.split(jax.random.key(0), 2)
+    features = 40.0 * jax.random.normal(keys[0], (512, 3 * CONFIG.hidden_size))
+    ids = np.arange(CONFIG.draft_vocab_size)
+    weights = init_eagle3(keys[1], CONFIG, ids, feature_rms=40.0).weights
+    assert 0.7 < jnp.sqrt(jnp.mean((features @ weights.fc) ** 2)) < 1.1
+
+
 @pytest.mark.parametrize(
     ("change", "sentence"),
     [

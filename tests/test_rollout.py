@@ -231,14 +231,14 @@ def test_no_rounds_are_counted_without_drafts():
 # Speculation.
 
 CASES = [
-    ("fp32", "eagle", 1, (1.0,), True),
+    ("fp32", "eagle", 1, (1.0, 0.4), False),
     ("fp32", "eagle", 2, (1.0,), False),
     ("fp32", "eagle", 3, (1.0,), True),
     ("fp32", "eagle", 7, (1.0,), True),
-    ("fp32", "bigram", 3, (1.0, 0.4, 0.07), True),
+    ("fp32", "bigram", 3, (1.0, 0.3), True),
     ("fp32", "bigram", 7, (1.0, 0.8, 0.6, 0.5, 0.3, 0.2, 0.07), False),
-    ("fp32", "policy", 3, (1.0,), True),
-    ("bf16", "eagle", 1, (1.0,), True),
+    ("fp32", "policy", 2, (1.0,), True),
+    ("bf16", "eagle", 1, (1.0,), False),
     ("bf16", "eagle", 3, (1.0, 0.5), False),
     ("bf16", "bigram", 2, (1.0,), True),
     ("bf16", "bigram", 7, (1.0, 0.2), False),
@@ -291,7 +291,7 @@ def test_a_group_alone_has_the_same_tokens():
 
 
 @ci
-@pytest.mark.parametrize(("group", "kind", "draft_length"), [(1, "eagle", 2), (2, "bigram", 0)])
+@pytest.mark.parametrize(("group", "kind", "draft_length"), [(1, "eagle", 1), (2, "bigram", 0)])
 def test_a_sequence_alone_has_the_same_tokens(group, kind, draft_length):
     """One row, its prompt not padded; group 1 has a prompt of one token."""
     setup, length = SETUPS["fp32"], int(PROMPTS.lengths[group])
@@ -392,7 +392,7 @@ def log_softmax(x):
 
 @ci
 def test_counts_of_a_bigram_drafter_are_those_of_a_replay():
-    ours, table = speculative("fp32", "bigram", 3, (1.0, 0.4, 0.07)), np.asarray(bigram_table(), np.float64)
+    ours, table = speculative("fp32", "bigram", 3, (1.0, 0.3)), np.asarray(bigram_table(), np.float64)
 
     def drafts_at(row, emitted):
         key = numpy_noise.sequence_key(0, "rollout", 0, int(PROMPTS.row_ids[row // SAMPLES]), row % SAMPLES)
@@ -409,17 +409,17 @@ def test_counts_of_a_bigram_drafter_are_those_of_a_replay():
 
 
 @ci
-@pytest.mark.parametrize("wrong_from", [0, 1, 3])
+@pytest.mark.parametrize("wrong_from", [0, 1, 2])
 def test_counts_are_exact_for_a_drafter_of_known_acceptance(wrong_from):
-    """The policy as its own drafter, made to err from one draft of each round on; 0 accepts nothing, 3 everything."""
+    """The policy as its own drafter, made to err from one draft of each round on; 0 accepts nothing, 2 everything."""
     setup = SETUPS["fp32"]
     drafter, (params, _) = drafter_of("policy", setup)
     keys = keys_of(PROMPTS, SAMPLES)
-    ours = run(engine_of(setup, 3, drafter), PROMPTS, keys, params, (params, jnp.int32(wrong_from)))
+    ours = run(engine_of(setup, 2, drafter), PROMPTS, keys, params, (params, jnp.int32(wrong_from)))
     assert_same(ours, baseline("fp32"))
     left = ours.lengths - 1
     rounds, cut = left // (wrong_from + 1), left % (wrong_from + 1)
-    accepted_at = tuple(int(rounds.sum()) if i < wrong_from else 0 for i in range(3))
+    accepted_at = tuple(int(rounds.sum()) if i < wrong_from else 0 for i in range(2))
     expected = (rounds.sum(), wrong_from * rounds.sum(), (cut > 0).sum(), cut.sum(), accepted_at)
     assert counts_of(ours.stats) == (*expected, rounds.sum() + (cut > 0).sum())
 

@@ -217,7 +217,8 @@ def test_bfloat16_second_moment_moves():
     _, state, _ = train(OptimizerConfig(1e-3), params, gradients + [zeros] * 20)
     _, before, _ = train(OptimizerConfig(1e-3), params, gradients)
     old, new = (optax.tree.get(s, "nu") for s in (before, state))
-    for name in params:
+    for name, gradient in as_float64(gradients[0]).items():
+        np.testing.assert_allclose(old[name], 0.001 * gradient**2, rtol=1e-4)
         np.testing.assert_allclose(new[name], np.asarray(old[name]) * 0.999**20, rtol=1e-4)
 
 

@@ -34,6 +34,7 @@ def test_pass_at_1_is_the_accuracy():
 def test_large_counts_do_not_overflow():
     # C(100000, 5000) has thousands of digits. One right: k / n.
     np.testing.assert_allclose(pass_at_k(100_000, np.array([1]), 5_000), [0.05], rtol=1e-9)
+    np.testing.assert_array_equal(pass_at_k(5_000, np.array([2_500, 5_000]), 5_000), 1.0)
 
 
 def test_is_unbiased():

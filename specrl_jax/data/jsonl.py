@@ -154,7 +154,7 @@ def _array_rows(path: Path, text: bytes, first_line: int) -> Rows:
 
 def _parse(text: bytes, path: Path, line: int) -> Any:
     try:
-        return json.loads(text)
+        return json.loads(text.rstrip())
     except json.JSONDecodeError as error:
         at = f"{path}, line {line + error.lineno - 1}"
         raise InputError(f"{at}: this is not valid JSON ({error.msg}); correct or remove it") from error

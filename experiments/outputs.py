@@ -91,7 +91,7 @@ def open_output(run: RunOptions, config: Any, may_change: Collection[str] = ()) 
     described = to_json(dataclasses.asdict(config))
     if run.resume:
         _check_same_config(path, described, {*may_change, *_RESUME_MAY_CHANGE})
-    elif run.overwrite:
+    elif run.overwrite and run.out.exists():
         _delete_run(run.out)
     run.out.mkdir(parents=True, exist_ok=True)
     write_json(path, described)

@@ -150,7 +150,7 @@ class Config:
     recompute_logprobs: bool = False
     normalize_std: bool = True
     loss: LossConfig = LossConfig(clip_low=0.2, clip_high=0.28)
-    optimizer: OptimizerConfig = OptimizerConfig(0.003, name="muon", warmup_steps=4)
+    optimizer: OptimizerConfig = OptimizerConfig(0.004, name="muon", warmup_steps=4, adam_learning_rate=0.0002)
     warmup: WarmUp = WarmUp()
     draft: DraftHead = DraftHead()
     eval_problems: int = 512

@@ -146,7 +146,8 @@ def test_an_existing_run_is_not_touched_unasked(tmp_path):
 
 
 def test_overwrite_deletes_a_run_and_nothing_else(tmp_path):
-    folder = _started(tmp_path)
+    # There need not be one.
+    folder = _started(tmp_path, overwrite=True)
     made = ["metrics.jsonl", "policy/model.safetensors", "policy/config.json", "checkpoints/3/state/d/abc", "time.png"]
     made += ["baseline/metrics.jsonl", "baseline/policy/tokenizer.json", "baseline/checkpoints/1/x", "results.md"]
     for name in made:

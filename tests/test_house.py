@@ -138,7 +138,8 @@ def test_documented_commands_exist():
 def test_the_readme_has_its_two_commands_in_one_line_each():
     sections = re.split(r"^## ", (ROOT / "README.md").read_text(), flags=re.M)[1:]
     blocks = {text.split("\n", 1)[0]: re.findall(r"```bash\n(.*?)\n```", text, re.S) for text in sections}
-    for heading, last in (("Run", "python -m experiments.train_grpo --preset demo --out"), ("Test", "pytest -n 2 -m ci")):
+    ends = {"Run": "python -m experiments.train_grpo --preset demo --out", "Test": "pytest -n 2 -m ci"}
+    for heading, last in ends.items():
         (command,) = blocks[heading]
         assert "\n" not in command, f"the command under {heading} is one line"
         assert command.startswith("python3 -m venv .venv && ")

@@ -1,5 +1,6 @@
 """The policy loss against float64 NumPy written token by token."""
 
+import functools
 import math
 
 import jax
@@ -66,16 +67,16 @@ def reference_gradient(log_probs, old, advantages, mask, config, ref, step=1e-6)
     return gradient
 
 
-def run(batch, config, **kwargs):
-    log_probs, old, advantages, mask, ref = (jnp.asarray(x) for x in batch)
+@functools.partial(jax.jit, static_argnames="config")
+def loss_and_grad(log_probs, old, advantages, mask, ref, config, denominator):
+    return jax.value_and_grad(
+        lambda lp: policy_loss(lp, old, advantages, mask, config, ref_log_probs=ref, denominator=denominator),
+        has_aux=True,
+    )(log_probs)
 
-    @jax.jit
-    def loss_and_grad(x):
-        return jax.value_and_grad(
-            lambda lp: policy_loss(lp, old, advantages, mask, config, ref_log_probs=ref, **kwargs), has_aux=True
-        )(x)
 
-    return loss_and_grad(log_probs)
+def run(batch, config, denominator=None):
+    return loss_and_grad(*(jnp.asarray(x) for x in batch), config, denominator)
 
 
 @pytest.mark.parametrize("aggregation", ["token", "sequence"])

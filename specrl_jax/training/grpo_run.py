@@ -98,11 +98,13 @@ class GrpoRun:
         if latest_step(checkpoints) is not None:
             state, meta = restore_checkpoint(checkpoints, state)
             done, dispatches, size = meta["step"], meta["dispatches"], meta["trajectory_bytes"]
-        log = TrajectoryLog(self.folder, size)
         last = None
-        with MetricsWriter(
-            self.folder, resume_step=done + 1 if done else None, tensorboard=self.tensorboard, wandb=self.wandb
-        ) as writer:
+        with (
+            TrajectoryLog(self.folder, size) as log,
+            MetricsWriter(
+                self.folder, resume_step=done + 1 if done else None, tensorboard=self.tensorboard, wandb=self.wandb
+            ) as writer,
+        ):
             if done == 0:
                 self._baseline_row(writer, state)
             while done < self.config.steps:

@@ -6,6 +6,7 @@ tokens. Two runs that emitted the same tokens have the same file, byte for byte.
 
 import hashlib
 from pathlib import Path
+from types import TracebackType
 from typing import BinaryIO
 
 import numpy as np
@@ -44,6 +45,14 @@ class TrajectoryLog:
     def size(self) -> int:
         """Bytes written so far."""
         return self._file.tell()
+
+    def __enter__(self) -> "TrajectoryLog":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._file.close()
 
     def close(self) -> str:
         """Close the file and return its SHA-256."""

@@ -2,6 +2,8 @@
 
 import dataclasses
 import functools
+import resource
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -43,6 +45,17 @@ def time_rollouts(arms: Sequence[Arm]) -> dict[str, list[float]]:
     return {label: values[1:] for label, values in seconds.items()}
 
 
+def paired_half_width(before: np.ndarray, after: np.ndarray) -> float:
+    """95% half-width of the mean of `after - before`, both `[n]` for the same problems (normal approximation)."""
+    return 1.96 * float(np.std(after - before, ddof=1)) / len(before) ** 0.5
+
+
+def peak_memory_gb() -> float:
+    """Most memory that this process has held, in 10^9 bytes."""
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 1e9
+
+
 def arm_row(arm: Arm, session: Any) -> dict[str, Any]:
     """A row of the closing table."""
     rows = [row for row in read_metrics(arm.folder) if row["step"] > 0]
@@ -80,6 +93,7 @@ def close_run(
         "accuracy_before": before["accuracy"],
         "accuracy_after": after["accuracy"],
         "accuracy_gain": after["accuracy"] - before["accuracy"],
+        "accuracy_gain_ci95": paired_half_width(before["rewards"], after["rewards"]),
         "accuracy_ci95_before": before["accuracy_ci95"],
         "accuracy_ci95_after": after["accuracy_ci95"],
         "eval_problems": session.config.eval_problems,
@@ -94,6 +108,7 @@ def close_run(
         "trajectory_sha256": rows[0]["trajectory_sha256"],
         "params_sha256": rows[0]["params_sha256"],
         "wall_seconds": seconds,
+        "peak_memory_gb": peak_memory_gb(),
     }
     if len(arms) > 1:
         summary |= comparison(arms, rows)
@@ -141,7 +156,8 @@ def _closing_text(session: Any, rows: Sequence[Mapping[str, Any]], summary: Mapp
     half = summary["accuracy_ci95_after"]
     lines.append(
         f"test accuracy (greedy, {summary['eval_problems']} problems): {summary['accuracy_before']:.3f} before, "
-        f"{summary['accuracy_after']:.3f} +- {half:.3f} after GRPO"
+        f"{summary['accuracy_after']:.3f} +- {half:.3f} after GRPO; "
+        f"gain {summary['accuracy_gain']:+.3f} +- {summary['accuracy_gain_ci95']:.3f}"
     )
     lines.append(
         f"entropy {summary['entropy']:.3f} nats per token, responses of {summary['response_length_median']:.0f}"
@@ -161,4 +177,5 @@ def _closing_text(session: Any, rows: Sequence[Mapping[str, Any]], summary: Mapp
                 "speculation is slower here: on a CPU with this many rows the verify forward of k+1 tokens costs "
                 "nearly k+1 times one, and a draft layer is a large part of so shallow a policy"
             )
+    lines.append(f"{summary['wall_seconds']:.0f} s, at most {summary['peak_memory_gb']:.1f} GB of memory")
     return "\n".join(lines)

@@ -67,7 +67,7 @@ from specrl_jax.training.workloads import Workload, response_text
 class WarmUp:
     """Supervised training of a policy made from nothing."""
 
-    steps: int = 850
+    steps: int = 1050
     batch: int = 40
     """Sequences per update."""
     microbatch: MicrobatchConfig = MicrobatchConfig(4, (0.2, 0.27, 0.33, 0.5, 0.75, 1.0))
@@ -94,11 +94,11 @@ class DraftHead:
     unroll: int = 3
     """Steps of the training-time test."""
     optimizer: OptimizerConfig = OptimizerConfig(
-        0.012, name="muon", warmup_steps=5, schedule="linear", total_steps=301, adam_learning_rate=0.004
+        0.012, name="muon", warmup_steps=5, schedule="linear", adam_learning_rate=0.004
     )
     online: bool = True
     """Keep training it on the policy's forwards during RL."""
-    online_sequences: int = 4
+    online_sequences: int = 2
     """Sequences per policy microbatch that train it."""
     online_optimizer: OptimizerConfig = OptimizerConfig(0.0005)
 
@@ -146,11 +146,13 @@ class Config:
     """Drafts per round, 0 for none; by default 3."""
     updates_per_rollout: int = 2
     epochs: int = 1
-    microbatch: MicrobatchConfig = MicrobatchConfig(32)
+    microbatch: MicrobatchConfig = MicrobatchConfig(16, (0.27, 0.4, 0.7, 1.0))
     recompute_logprobs: bool = False
     normalize_std: bool = True
     loss: LossConfig = LossConfig(clip_low=0.2, clip_high=0.28)
-    optimizer: OptimizerConfig = OptimizerConfig(0.004, name="muon", warmup_steps=4, adam_learning_rate=0.0002)
+    optimizer: OptimizerConfig = OptimizerConfig(
+        0.004, name="muon", warmup_steps=4, schedule="linear", adam_learning_rate=0.0002
+    )
     warmup: WarmUp = WarmUp()
     draft: DraftHead = DraftHead()
     eval_problems: int = 512
@@ -168,7 +170,7 @@ class Config:
 
     def __post_init__(self) -> None:
         check_least("", self, steps=1, scan_steps=1, prompts=1, samples=2, max_prompt_tokens=1, data_limit=1)
-        check_least("", self, eval_problems=1, eval_every=0, sample_every=0)
+        check_least("", self, eval_problems=2, eval_every=0, sample_every=0)
         if self.task == "jsonl" and self.data is None:
             raise InputError("--task jsonl needs --data, a file or a dataset name")
         if self.task == "arithmetic" and (self.data or self.reward):
@@ -255,7 +257,7 @@ class Session:
         online = draft.online and draft_length > 0
         update = UpdateConfig(
             loss=config.loss,
-            optimizer=config.optimizer,
+            optimizer=config.optimizer.for_updates(config.steps * config.updates_per_rollout * config.epochs),
             microbatch=config.microbatch,
             updates_per_rollout=config.updates_per_rollout,
             epochs=config.epochs,
@@ -263,7 +265,9 @@ class Session:
             recompute_logprobs=config.recompute_logprobs,
             draft_sequences=draft.online_sequences if online else 0,
         )
-        drafting = self.draft_training(draft.online_optimizer, draft.microbatch) if online else None
+        drafting = (
+            self.draft_training(draft.online_optimizer.for_updates(config.steps), draft.microbatch) if online else None
+        )
         engine = self.engine(draft_length, config.samples, config.temperature)
         step = GrpoStep(engine, self.scorer, update, drafting, config.run.seed)
         return GrpoProgram(step, self.mesh, config.prompts, self.workload.in_graph, config.shuffle_rewards)
@@ -273,7 +277,7 @@ def warm_up(session: Session, params: PolicyParams, out: Path) -> PolicyParams:
     """Supervised training from random parameters."""
     warmup = session.config.warmup
     scorer = Scorer(session.policy, SamplingLaw(1.0), Numerics("plain"))
-    training = SupervisedTraining(scorer, warmup.optimizer, warmup.microbatch)
+    training = SupervisedTraining(scorer, warmup.optimizer.for_updates(warmup.steps), warmup.microbatch)
     state = training.init(params)
     corpus = session.workload.corpus
 
@@ -315,7 +319,7 @@ def train_draft_head(session: Session, params: PolicyParams, key: Any, out: Path
     sampler = Sampler(engine, session.mesh, "draft_data", session.config.run.seed, batch)
     trajectory = sample_all(sampler, params, None, session.workload.draft_prompts(settings.prompts))
     corpus = to_sequences(jax.tree.map(jnp.asarray, trajectory))
-    training = session.draft_training(settings.optimizer, settings.microbatch)
+    training = session.draft_training(settings.optimizer.for_updates(settings.steps), settings.microbatch)
     share = per_device(settings.batch, session.mesh, "--draft.batch")
     offline = OfflineDraftTraining(training, share, session.config.run.seed)
     scale = feature_rms(session, params, jax.tree.map(lambda x: x[: settings.microbatch.rows], corpus))
@@ -356,7 +360,7 @@ class Examiner:
     samplers: dict[int, Sampler] = field(default_factory=dict)
 
     def examine(self, params: PolicyParams, draft: Any, split: Literal["dev", "test"]) -> dict[str, Any]:
-        """Share of right answers, its 95% half-width (normal approximation), and what the responses look like."""
+        """Share of right answers with its 95% half-width (normal approximation), all rewards, figures of responses."""
         session, count = self.session, self.session.config.eval_problems
         prompts, problems = session.workload.held_out(split, count)
         batch = min(count, 256)
@@ -367,7 +371,7 @@ class Examiner:
         rewards = session.workload.rewards(problems, trajectory)
         accuracy = float(np.mean(rewards))
         half_width = 1.96 * (accuracy * (1 - accuracy) / len(rewards)) ** 0.5
-        return {"accuracy": accuracy, "accuracy_ci95": half_width, **response_metrics(trajectory)}
+        return {"accuracy": accuracy, "accuracy_ci95": half_width, "rewards": rewards, **response_metrics(trajectory)}
 
 
 @dataclass(frozen=True)

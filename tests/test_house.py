@@ -13,6 +13,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from experiments import readme_tables
+
 pytestmark = pytest.mark.ci
 ROOT = Path(__file__).parents[1]
 
@@ -46,7 +48,7 @@ def _files(*folders):
 
 SOURCES = [path for path in _files("specrl_jax", "experiments") if path.suffix == ".py"]
 MODULES = [*SOURCES, *(path for path in _files("tests") if path.suffix == ".py")]
-SCRIPTS = [path for path in SOURCES if path.parent.name == "experiments" and '"__main__"' in path.read_text()]
+SCRIPTS = [path for path in SOURCES if path.parent.name == "experiments" and "\n    run_main(" in path.read_text()]
 
 
 def _name(path):
@@ -144,6 +146,14 @@ def test_the_readme_has_its_two_commands_in_one_line_each():
         assert "\n" not in command, f"the command under {heading} is one line"
         assert command.startswith("python3 -m venv .venv && ")
         assert last in command
+
+
+def test_the_tables_of_the_readme_equal_the_results():
+    text = (ROOT / "README.md").read_text()
+    assert readme_tables.with_tables(text) == text, "run python -m experiments.readme_tables"
+    # The check sees a changed figure.
+    changed = re.sub(r"(<!-- table: .*?\d\.\d)(\d)", lambda m: m[1] + str(9 - int(m[2])), text, flags=re.S)
+    assert readme_tables.with_tables(changed) == text != changed
 
 
 def test_ci_runs_the_command_of_the_readme():

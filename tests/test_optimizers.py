@@ -1,6 +1,7 @@
 """AdamW against torch, Muon against float64 NumPy, and what each parameter gets."""
 
 import math
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -254,6 +255,18 @@ def test_schedules(schedule, expected):
     np.testing.assert_allclose(jax.jit(jax.vmap(rates))(jnp.arange(10)), 0.4 * np.array(expected), atol=1e-7)
 
 
+def test_a_decay_ends_with_the_run():
+    config = OptimizerConfig(0.4, schedule="linear", warmup_steps=2)
+    rates = learning_rate_schedule(config.for_updates(6))
+    np.testing.assert_allclose([rates(i) for i in range(8)], [0.2, 0.4, 0.4, 0.32, 0.24, 0.16, 0.08, 0], atol=1e-7)
+    # A run shorter than its warm-up never decays; a total that was given stays.
+    assert config.for_updates(1).total_steps == 3
+    assert replace(config, total_steps=9).for_updates(6).total_steps == 9
+    assert OptimizerConfig(0.4).for_updates(6) == OptimizerConfig(0.4)
+    with pytest.raises(ValueError, match="call for_updates first"):
+        learning_rate_schedule(config)
+
+
 @pytest.mark.parametrize("warmup_steps", [0, 1])
 def test_without_warmup_the_first_update_has_the_full_rate(warmup_steps):
     config = OptimizerConfig(0.4, schedule="linear", warmup_steps=warmup_steps, total_steps=warmup_steps + 2)
@@ -275,7 +288,7 @@ def test_without_warmup_the_first_update_has_the_full_rate(warmup_steps):
         ({"warmup_steps": -1}, "warmup_steps is -1"),
         ({"name": "sgd"}, "name is 'sgd'; choose one of adamw, muon"),
         ({"schedule": "step"}, "schedule is 'step'; choose one of constant, cosine, linear"),
-        ({"schedule": "cosine"}, "total_steps is None; schedule cosine needs more of them than the 0"),
+        ({"schedule": "cosine", "total_steps": 0}, "total_steps is 0; schedule cosine needs more of them than the 0"),
         ({"schedule": "linear", "warmup_steps": 5, "total_steps": 5}, "needs more of them than the 5 of the warm-up"),
     ],
 )

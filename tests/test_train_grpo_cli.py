@@ -11,13 +11,16 @@ import sys
 import time
 from pathlib import Path
 
+import jax
 import jax.numpy as jnp
 import pytest
+from jax.experimental.compilation_cache import compilation_cache
 from scripts import DAMAGES, SCRIPTS, SMALLER, refusal, run_script, write_models
 
 from experiments import evaluate, generate, train_grpo
 from specrl_jax.data import arithmetic
 from specrl_jax.training import grpo_run, stages
+from specrl_jax.training.metrics import read_metrics
 
 ROOT = Path(__file__).parents[1]
 SMALL = """
@@ -200,7 +203,7 @@ def _assert_same_run(run, other):
     ours, theirs = _read(run, "summary.json"), _read(other, "summary.json")
     for name in ("params_sha256", "trajectory_sha256", "accuracy_before", "accuracy_after", "acceptance_length"):
         assert ours[name] == theirs[name]
-    rows, others = ([json.loads(line) for line in (f / "metrics.jsonl").read_text().splitlines()] for f in (run, other))
+    rows, others = read_metrics(run), read_metrics(other)
     assert [row["step"] for row in rows] == [0, 1, 2, 3, 4]
     assert any(row["grad_norm"] > 0 for row in rows[3:]), "nothing is learned after the resume"
     names = ("step", "reward_mean", "grad_norm", "draft_loss", "entropy", "accuracy")
@@ -215,8 +218,25 @@ def odd_length(response, example):
 
 
 @pytest.fixture(scope="module")
+def programs_are_kept(tmp_path_factory):
+    """Programs compiled by one run are found by the next, as outside of tests."""
+    wanted = {
+        "jax_compilation_cache_dir": str(tmp_path_factory.mktemp("programs")),
+        "jax_persistent_cache_min_compile_time_secs": 0.05,
+        "jax_persistent_cache_min_entry_size_bytes": -1,
+    }
+    before = {name: jax.config.values[name] for name in wanted}
+    for settings in (wanted, before):
+        for name, value in settings.items():
+            jax.config.update(name, value)
+        compilation_cache.reset_cache()
+        if settings is wanted:
+            yield
+
+
+@pytest.fixture(scope="module")
 def options(tmp_path_factory, models):
-    """Options of a small run with rewards from the host, whose pieces are compiled once for all runs here."""
+    """Options of a small run with rewards from the host."""
     folder = tmp_path_factory.mktemp("data")
     for name, start in (("train", 10), ("test", 20)):
         rows = ({"prompt": f"{i}+{i}=", "answer": str(2 * i)} for i in range(start, start + 9))
@@ -234,7 +254,7 @@ def options(tmp_path_factory, models):
 
 
 @pytest.fixture(scope="module")
-def finished(tmp_path_factory, options):
+def finished(tmp_path_factory, options, programs_are_kept):
     """The folder of a run that nothing disturbed."""
     out = tmp_path_factory.mktemp("finished") / "run"
     with pytest.MonkeyPatch.context() as patch:
@@ -258,8 +278,8 @@ def test_a_run_killed_between_checkpoints_resumes_to_the_same_bits(finished, opt
 @pytest.mark.full
 def test_the_folders_of_a_run_can_be_sampled_and_evaluated(finished, options, tmp_path, monkeypatch):
     models = ("--policy", finished / "policy", "--drafter", finished / "drafter", "--max-new-tokens", 12)
-    run_script(monkeypatch, generate, *models, "--prompt", "18+29=", "--out", tmp_path / "g")
-    assert _read(tmp_path / "g", "results.json")["rows"][0]["prompt"] == "18+29="
+    run_script(monkeypatch, generate, *models, "--prompt", "18+29=", "1-", "--samples", 3, "--out", tmp_path / "g")
+    assert [row["prompt"] for row in _read(tmp_path / "g", "results.json")["rows"]] == ["18+29="] * 3 + ["1-"] * 3
     assert _read(tmp_path / "g", "summary.json")["acceptance_length"] >= 1.0
     # train_grpo's own evaluation is found again.
     data, reward = (options[options.index(name) + 1] for name in ("--eval-data", "--reward"))
@@ -280,7 +300,7 @@ def some_rewards(monkeypatch):
 
 
 @pytest.mark.full
-@pytest.mark.usefixtures("some_rewards")
+@pytest.mark.usefixtures("some_rewards", "programs_are_kept")
 def test_a_run_killed_in_every_stage_resumes_to_the_same_bits(tmp_path, monkeypatch):
     out, argv = tmp_path / "run", (*shlex.split(SMALL), *shlex.split(STAGES))
     run_script(monkeypatch, train_grpo, *argv, "--out", tmp_path / "whole")

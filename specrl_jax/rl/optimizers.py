@@ -1,7 +1,7 @@
 """Optimizers by configuration: AdamW and Muon from optax, with warm-up, decay and a global-norm clip."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import jax
@@ -25,7 +25,8 @@ class OptimizerConfig:
         norms and biases take Adam steps with Nesterov momentum).
     schedule: what follows the warm-up: "constant", or down to 0 at `total_steps` along a "cosine" or a line.
     warmup_steps: updates over which the rate rises in equal steps; the first already moves.
-    total_steps: updates of the whole run, warm-up included; read by "cosine" and "linear".
+    total_steps: updates until the rate is 0, warm-up included; read by "cosine" and "linear". None: those of
+        the run, see `for_updates`.
     weight_decay: decoupled decay, times the rate; of the matrices only (under "muon", of those it moves).
     clip_norm: gradients of a larger global norm are scaled down to it.
     b1, b2, eps: Adam's moments and the term that keeps its division finite.
@@ -59,11 +60,17 @@ class OptimizerConfig:
         for field in ("weight_decay", "warmup_steps"):
             if not 0 <= getattr(self, field) < math.inf:
                 raise InputError(f"optimizer {field} is {getattr(self, field)}; it must be a number of at least 0")
-        if self.schedule != "constant" and (self.total_steps is None or self.total_steps <= self.warmup_steps):
+        if self.schedule != "constant" and self.total_steps is not None and self.total_steps <= self.warmup_steps:
             raise InputError(
                 f"optimizer total_steps is {self.total_steps}; schedule {self.schedule} needs more of them "
                 f"than the {self.warmup_steps} of the warm-up"
             )
+
+    def for_updates(self, updates: int) -> "OptimizerConfig":
+        """This optimizer for a run of so many updates: a rate that decays reaches 0 just after the last one."""
+        if self.schedule == "constant" or self.total_steps is not None:
+            return self
+        return replace(self, total_steps=max(updates, self.warmup_steps) + 1)
 
 
 def _check_choice(field: str, value: str, choices: tuple[str, ...]) -> None:
@@ -75,7 +82,9 @@ def learning_rate_schedule(config: OptimizerConfig, peak: float | None = None) -
     """Learning rate of update 0, 1, ...; `peak` replaces the configuration's rate."""
     rate = config.learning_rate if peak is None else peak
     after: optax.Schedule = optax.constant_schedule(rate)
-    if config.schedule != "constant" and config.total_steps is not None:
+    if config.schedule != "constant":
+        if config.total_steps is None:
+            raise ValueError(f"schedule {config.schedule} without total_steps; call for_updates first")
         decay_steps = config.total_steps - config.warmup_steps
         if config.schedule == "cosine":
             after = optax.cosine_decay_schedule(rate, decay_steps)

@@ -85,6 +85,7 @@ class GrpoRun:
     tensorboard: bool = False
     wandb: bool = False
     _scans: dict[int, Any] = field(default_factory=dict)
+    _compiled: list[bool] = field(default_factory=list)
 
     def _place(self, state: GrpoState) -> GrpoState:
         """Replicated over the mesh, as the programs return it: a second placement would compile them twice."""
@@ -143,8 +144,9 @@ class GrpoRun:
             return self._scanned(state, count)
         rows, trajectories, rewards = [], [], []
         for i in range(count):
-            if i == 0 and dispatch == 0:
+            if not self._compiled:
                 self._piecewise(state, done)  # compiles; its result is computed again, timed
+                self._compiled.append(True)
             state, row, trajectory, reward = self._piecewise(state, done + i)
             rows.append(row)
             trajectories.append(trajectory)

@@ -30,10 +30,10 @@ from experiments.inference import (
 from experiments.outputs import check_output, markdown_table, open_output, provenance, write_results
 from specrl_jax.errors import InputError
 from specrl_jax.rl.pass_at_k import mean_ci95, pass_at_k
+from specrl_jax.rl.rewards import RIGHT
 from specrl_jax.training.metrics import write_json
 
-RIGHT = 1.0
-"""A response is right when its reward is at least this."""
+SCRIPT = "evaluate"
 
 
 @dataclass(frozen=True)
@@ -99,12 +99,18 @@ def pass_rates(rewards: Float[np.ndarray, "p n"], ks: tuple[int, ...]) -> list[d
 
 def main(config: Config) -> None:
     """Check everything, sample, judge, write and print."""
-    check_output(config.run)
+    check_output(
+        config.run,
+        SCRIPT,
+        policy=config.model.policy,
+        drafter=config.model.drafter,
+        data=config.problem.data,
+    )
     model = open_model(config.model, config.run, config.problem.problems)
     engine = model.engine(config.sampling)
     workload = open_problems(config.problem, model.tokenizer, config.reward, judged=True)
     engine.check_prompt_width(workload.prompt_width)
-    out = open_output(config.run, config)
+    out = open_output(config.run, config, SCRIPT)
     prompts, problems = workload.held_out(config.problem.split, config.problem.problems)
     model = model.initialised(config.run.seed)
     sampled = sample(model, engine, prompts, config.run.seed, config.sampling.batch)

@@ -35,6 +35,8 @@ from specrl_jax.rollout.trajectory import Trajectory
 from specrl_jax.training.metrics import write_json
 from specrl_jax.training.workloads import decode
 
+SCRIPT = "generate"
+
 
 @dataclass(frozen=True)
 class Config:
@@ -94,7 +96,13 @@ def rows_of(tokenizer: PreTrainedTokenizerFast, trajectory: Trajectory) -> list[
 
 def main(config: Config) -> None:
     """Check everything, sample, write and print."""
-    check_output(config.run)
+    check_output(
+        config.run,
+        SCRIPT,
+        policy=config.model.policy,
+        drafter=config.model.drafter,
+        data=config.problem.data,
+    )
     if not config.prompt and config.problem.task is None and config.model.policy is not None:
         raise InputError("there is nothing to respond to; give --prompt TEXT or --task arithmetic")
     model = open_model(config.model, config.run, len(config.prompt) or config.problem.problems)
@@ -102,11 +110,11 @@ def main(config: Config) -> None:
     if config.prompt:
         prompts = encode_texts(config.prompt, model.tokenizer)
         engine.check_prompt_width(prompts.tokens.shape[1])
-        out = open_output(config.run, config)
+        out = open_output(config.run, config, SCRIPT)
     else:
         workload = open_problems(config.problem, model.tokenizer)
         engine.check_prompt_width(workload.prompt_width)
-        out = open_output(config.run, config)
+        out = open_output(config.run, config, SCRIPT)
         prompts, _ = workload.held_out(config.problem.split, config.problem.problems)
     model = model.initialised(config.run.seed)
     sampled = sample(model, engine, prompts, config.run.seed, config.sampling.batch)

@@ -24,6 +24,7 @@ from specrl_jax.models.huggingface import check_tokenizer_fits, load_config, loa
 from specrl_jax.models.numerics import Numerics
 from specrl_jax.models.params import PolicyParams, init_params
 from specrl_jax.models.presets import PRESETS
+from specrl_jax.parallel.mesh import make_mesh
 from specrl_jax.rl.rewards import answer_reward
 from specrl_jax.rollout.engine import RolloutConfig, RolloutEngine
 from specrl_jax.rollout.sampling import SamplingLaw
@@ -147,7 +148,7 @@ def open_model(options: ModelOptions, run: RunOptions, prompts: int) -> Model:
     Raises:
         InputError: a folder is missing or damaged, its parts do not belong together, or there is no such mesh.
     """
-    mesh = resolve_mesh(options.mesh, prompts)
+    mesh = make_mesh(resolve_mesh(options.mesh, lambda devices: prompts % devices == 0))
     if options.policy is None:
         if run.preset != "smoke" or options.drafter is not None:
             raise InputError("--policy is missing; give the folder or hub name of a policy")

@@ -25,7 +25,9 @@ from specrl_jax.training.trajectory_log import TRAJECTORY_FILE
 CONFIG_FILE = "config.json"
 
 # Everything that a run writes into its folder; `*` stays within one name.
-_MODEL_FOLDERS = ("warmup", "policy", "policy_best", "drafter")
+_MODELS = ("warmup", "policy", "policy_best", "drafter")
+# While one is replaced, its old and new files lie beside it.
+_MODEL_FOLDERS = (*_MODELS, *(f".{name}.{suffix}" for name in _MODELS for suffix in ("new", "old")))
 _MODEL_FILES = ("*.json", "*.safetensors", "*.jinja", "*.txt")
 RUN_FILES = (
     CONFIG_FILE,
@@ -49,16 +51,26 @@ RUN_FOLDERS = ("baseline",)
 _RESUME_MAY_CHANGE = ("run.out", "run.preset", "run.resume", "run.overwrite", "profile", "tensorboard", "wandb")
 
 
-def check_output(run: RunOptions) -> None:
+def check_output(run: RunOptions, script: str, **inputs: str | None) -> None:
     """Refuse an output folder before any work is done; changes nothing on disk.
 
+    Args:
+        run: the options of the run.
+        script: name of the script.
+        inputs: by name of the option, folders and files (or hub names) that the run reads.
+
     Raises:
-        InputError: the folder holds a run and neither --resume nor --overwrite was given, or holds
-            files that no run made, or holds no run to resume, or cannot be written.
+        InputError: the folder holds a run and neither --resume nor --overwrite was given, or a run of another
+            script, or files that no run made, or no run to resume, or --overwrite would delete an input,
+            or the folder cannot be written.
     """
     out = run.out
     _check_writable(out)
     holds_run = (out / CONFIG_FILE).is_file()
+    if holds_run:
+        owner = _read_config(out).get("script", script)
+        if owner != script:
+            raise InputError(f"--out {out} holds a run of {owner}, not of {script}; choose another folder")
     if run.resume:
         if not holds_run:
             raise InputError(f"--resume: {out} holds no run; leave --resume out to start one")
@@ -68,29 +80,36 @@ def check_output(run: RunOptions) -> None:
             f"--out {out} already holds a run; continue it with --resume, replace it with --overwrite, "
             "or choose another folder"
         )
+    for name, given in inputs.items():
+        if given and Path(given).expanduser().resolve().is_relative_to(out.resolve()):
+            raise InputError(
+                f"--{name.replace('_', '-')} {given} lies in --out {out}, which --overwrite deletes; "
+                "choose another --out"
+            )
     foreign = next(_foreign_files(out), None) if holds_run else next(_entries(out), None)
     if foreign is not None:
         raise InputError(f"--out {out} holds {foreign.relative_to(out)}, which no run made; choose another folder")
 
 
-def open_output(run: RunOptions, config: Any, may_change: Collection[str] = ()) -> Path:
+def open_output(run: RunOptions, config: Any, script: str, may_change: Collection[str] = ()) -> Path:
     """Make the output folder ready and write `config` to its config.json.
 
     Call it after every other check: --overwrite deletes here.
 
     Args:
         run: the options of the run.
-        config: the script's whole configuration, a dataclass.
+        config: the script's whole configuration, a dataclass, with every automatic choice made.
+        script: name of the script.
         may_change: fields, as "optimizer.learning_rate", that a resumed run may give differently.
 
     Raises:
         InputError: see `check_output`; or the run to resume was made with another configuration.
     """
-    check_output(run)
+    check_output(run, script)
     path = run.out / CONFIG_FILE
-    described = to_json(dataclasses.asdict(config))
+    described = {"script": script} | to_json(dataclasses.asdict(config))
     if run.resume:
-        _check_same_config(path, described, {*may_change, *_RESUME_MAY_CHANGE})
+        _check_same_config(run.out, described, {*may_change, *_RESUME_MAY_CHANGE})
     elif run.overwrite and run.out.exists():
         _delete_run(run.out)
     run.out.mkdir(parents=True, exist_ok=True)
@@ -199,16 +218,24 @@ def _delete_run(out: Path) -> None:
             entry.unlink()
 
 
-def _check_same_config(path: Path, described: dict[str, Any], may_change: Collection[str]) -> None:
+def _read_config(out: Path) -> dict[str, Any]:
+    """config.json of a run; empty where it cannot be read, so that --overwrite is still possible."""
     try:
-        saved = json.loads(path.read_text(encoding="utf-8"))
+        saved = json.loads((out / CONFIG_FILE).read_text(encoding="utf-8"))
     except ValueError:
-        raise InputError(f"{path} is not JSON; start again with --overwrite") from None
+        return {}
+    return saved if isinstance(saved, dict) else {}
+
+
+def _check_same_config(out: Path, described: dict[str, Any], may_change: Collection[str]) -> None:
+    saved = _read_config(out)
+    if not saved:
+        raise InputError(f"{out / CONFIG_FILE} is not JSON; start again with --overwrite")
     old, new = _flat(saved), _flat(described)
     for name in (*new, *(name for name in old if name not in new)):
         if name not in may_change and old.get(name) != new.get(name):
             raise InputError(
-                f"--resume: {name} is {json.dumps(new.get(name))} but the run in {path.parent} was made with "
+                f"--resume: {name} is {json.dumps(new.get(name))} but the run in {out} was made with "
                 f"{json.dumps(old.get(name))}; give the options it was started with, or start a new run"
             )
 

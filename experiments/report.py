@@ -15,6 +15,7 @@ from experiments.outputs import markdown_table, write_results
 from experiments.setup import Arm
 from specrl_jax.models.weights import params_sha256
 from specrl_jax.rl.grpo import GrpoState
+from specrl_jax.rl.pass_at_k import mean_ci95
 from specrl_jax.training.metrics import read_metrics, write_json
 from specrl_jax.training.plots import plot_run
 
@@ -43,11 +44,6 @@ def time_rollouts(arms: Sequence[Arm]) -> dict[str, list[float]]:
             jax.block_until_ready(call())
             seconds[label].append(time.perf_counter() - start)
     return {label: values[1:] for label, values in seconds.items()}
-
-
-def paired_half_width(before: np.ndarray, after: np.ndarray) -> float:
-    """95% half-width of the mean of `after - before`, both `[n]` for the same problems (normal approximation)."""
-    return 1.96 * float(np.std(after - before, ddof=1)) / len(before) ** 0.5
 
 
 def peak_memory_gb() -> float:
@@ -93,10 +89,10 @@ def close_run(
         "accuracy_before": before["accuracy"],
         "accuracy_after": after["accuracy"],
         "accuracy_gain": after["accuracy"] - before["accuracy"],
-        "accuracy_gain_ci95": paired_half_width(before["rewards"], after["rewards"]),
+        "accuracy_gain_ci95": mean_ci95(after["right"] - before["right"])[1],
         "accuracy_ci95_before": before["accuracy_ci95"],
         "accuracy_ci95_after": after["accuracy_ci95"],
-        "eval_problems": session.config.eval_problems,
+        "eval_problems": len(before["right"]),
         "response_length_median": mean_of(metrics, "response_length_median"),
         "response_length_p99_ended": mean_of(metrics, "response_length_p99_ended"),
         "truncated_fraction": mean_of(metrics, "truncated_fraction"),

@@ -1,6 +1,6 @@
 """Parts of a run from its options: policy, tokenizer, workload, draft head."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -9,6 +9,7 @@ import jax
 from jax.sharding import Mesh
 from transformers import PreTrainedTokenizerFast
 
+from experiments.common import check_least
 from specrl_jax.data.arithmetic import ArithmeticConfig
 from specrl_jax.data.jsonl import load_examples
 from specrl_jax.data.layouts import Example
@@ -17,9 +18,10 @@ from specrl_jax.drafters.eagle3_params import Eagle3Config, default_boundaries
 from specrl_jax.errors import InputError
 from specrl_jax.models.config import Family, PolicyConfig, RopeConfig
 from specrl_jax.models.huggingface import check_tokenizer_fits, load_config, load_policy
+from specrl_jax.models.huggingface_config import config_to_hf
 from specrl_jax.models.numerics import Numerics
 from specrl_jax.models.params import PolicyParams
-from specrl_jax.parallel.mesh import DATA, auto_mesh, make_mesh, parse_mesh
+from specrl_jax.parallel.mesh import DATA, MeshConfig, auto_mesh, parse_mesh
 from specrl_jax.rl.microbatches import check_microbatch
 from specrl_jax.rl.program import GrpoProgram
 from specrl_jax.rl.rewards import Reward, answer_reward, load_reward
@@ -39,6 +41,10 @@ class PolicyShape:
     num_layers: int = 4
     num_heads: int = 4
     num_kv_heads: int = 2
+
+    def __post_init__(self) -> None:
+        least = dict.fromkeys(("hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads"), 1)
+        check_least("shape", self, vocab_size=2, **least)
 
 
 @dataclass(frozen=True)
@@ -62,9 +68,9 @@ def default_numerics(choice: str, dtype: str) -> Numerics:
     return Numerics("invariant" if choice == "invariant" else "plain")
 
 
-def resolve_mesh(text: str, rows: int) -> Mesh:
-    """The mesh of `--mesh`; "auto" splits `rows` prompts over what is there."""
-    return make_mesh(auto_mesh(rows) if text == "auto" else parse_mesh(text))
+def resolve_mesh(text: str, fits: Callable[[int], bool]) -> MeshConfig:
+    """The mesh of `--mesh`; "auto" takes as many of the devices as `fits` admits."""
+    return auto_mesh(fits) if text == "auto" else parse_mesh(text)
 
 
 def per_device(count: int, mesh: Mesh, flag: str) -> int:
@@ -81,7 +87,8 @@ def build_workload(config: Any, mesh: Mesh) -> Workload:
     Raises:
         InputError: data, reward or tokenizer cannot be used.
     """
-    batch = per_device(config.warmup.batch, mesh, "--warmup.batch")
+    # With a policy there is no warm-up.
+    batch = 1 if config.policy else per_device(config.warmup.batch, mesh, "--warmup.batch")
     tokenizer = None
     if config.policy:
         load_config(config.policy)  # first: transformers says less about an architecture it does not know
@@ -111,10 +118,12 @@ def load_judge(reward: str | None, examples: Sequence[Example]) -> Reward:
 
 
 def _jsonl_workload(config: Any, tokenizer: PreTrainedTokenizerFast | None, batch: int) -> JsonlWorkload:
-    loaded = load_examples(config.data, config.layout)
+    loaded = load_examples(config.data, config.layout, split=config.data_split, subset=config.data_subset)
     train = loaded.examples[: config.data_limit]
-    rest = loaded.examples[len(train) :]
-    test = load_examples(config.eval_data, config.layout).examples if config.eval_data else rest
+    test = loaded.examples[len(train) :]
+    if config.eval_data:
+        where = {"split": config.eval_split, "subset": config.data_subset}
+        test = load_examples(config.eval_data, config.layout, **where).examples
     if not test:
         raise InputError("no held-out examples are left; give --eval-data or a smaller --data-limit")
     supervised = loaded.examples if config.eval_data else train
@@ -139,8 +148,11 @@ def _jsonl_workload(config: Any, tokenizer: PreTrainedTokenizerFast | None, batc
     if not config.policy:
         _ = workload.corpus  # refuses examples without a solution
     _ = workload.prompt_width  # refuses examples of which no prompt is kept
-    dropped = problems.encoded.dropped
-    print(f"{len(train)} RL examples, {dropped} dropped for a prompt above {config.max_prompt_tokens} tokens")
+    print(
+        f"{len(train)} RL and {len(test)} held-out examples ({loaded.duplicates} repeated rows left out); "
+        f"{problems.encoded.dropped} and {held_out.encoded.dropped} dropped for a prompt above "
+        f"{config.max_prompt_tokens} tokens"
+    )
     return workload
 
 
@@ -155,7 +167,7 @@ def load_or_shape_policy(config: Any, tokenizer: PreTrainedTokenizerFast) -> tup
         check_tokenizer_fits(tokenizer, policy)
         return params, policy
     shape = config.shape
-    return None, PolicyConfig(
+    policy = PolicyConfig(
         family=shape.family,
         vocab_size=len(tokenizer),
         hidden_size=shape.hidden_size,
@@ -167,6 +179,9 @@ def load_or_shape_policy(config: Any, tokenizer: PreTrainedTokenizerFast) -> tup
         rope=RopeConfig(),
         dtype=config.dtype,
     )
+    config_to_hf(policy)  # refuses a shape that transformers cannot load
+    check_tokenizer_fits(tokenizer, policy)
+    return None, policy
 
 
 def check_warm_up(warmup: Any, mesh: Mesh) -> None:
@@ -188,12 +203,8 @@ def check_draft_training(draft: Any, samples: int, mesh: Mesh) -> None:
         )
 
 
-def draft_head_config(policy: PolicyConfig) -> Eagle3Config:
-    """An EAGLE-3 head in proportion to the policy, over its whole vocabulary up to 32,000 tokens."""
-    if policy.vocab_size > 32_000:
-        raise InputError(
-            f"a vocabulary of {policy.vocab_size} needs a draft vocabulary chosen from data; give a trained --drafter"
-        )
+def draft_head_config(policy: PolicyConfig, vocab_size: int = 32_000) -> Eagle3Config:
+    """An EAGLE-3 head in proportion to the policy, over `vocab_size` of its tokens at most."""
     return Eagle3Config(
         hidden_size=policy.hidden_size,
         intermediate_size=policy.intermediate_size,
@@ -201,7 +212,7 @@ def draft_head_config(policy: PolicyConfig) -> Eagle3Config:
         num_kv_heads=policy.num_kv_heads,
         head_dim=policy.head_dim,
         vocab_size=policy.vocab_size,
-        draft_vocab_size=policy.vocab_size,
+        draft_vocab_size=min(policy.vocab_size, vocab_size),
         boundaries=default_boundaries(policy.num_layers),
         target_hidden_size=policy.hidden_size,
         rms_norm_eps=policy.rms_norm_eps,

@@ -1,7 +1,6 @@
 """Folders that are written as a whole or not at all."""
 
 import contextlib
-import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,7 +13,12 @@ def replaced_folder(folder: Path) -> Iterator[Path]:
     Parents are made. After an exception inside the block nothing has changed.
     """
     folder.parent.mkdir(parents=True, exist_ok=True)
-    fresh, old = (folder.with_name(f".{folder.name}.{suffix}-{os.getpid()}") for suffix in ("new", "old"))
+    fresh, old = (folder.with_name(f".{folder.name}.{suffix}") for suffix in ("new", "old"))
+    # What a killed process left: a half-written folder, and a finished one on its way aside.
+    shutil.rmtree(fresh, ignore_errors=True)
+    if old.exists() and not folder.exists():
+        old.rename(folder)
+    shutil.rmtree(old, ignore_errors=True)
     fresh.mkdir()
     try:
         yield fresh
@@ -24,5 +28,4 @@ def replaced_folder(folder: Path) -> Iterator[Path]:
     if folder.exists():
         folder.rename(old)
     fresh.rename(folder)
-    if old.exists():
-        shutil.rmtree(old)
+    shutil.rmtree(old, ignore_errors=True)

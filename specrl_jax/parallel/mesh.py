@@ -8,6 +8,7 @@ import contextlib
 import logging
 import math
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import jax
@@ -74,20 +75,25 @@ def request_cpu_devices(text: str) -> None:
             jax.config.update("jax_num_cpu_devices", wanted)
 
 
-def auto_mesh(rows: int) -> MeshConfig:
-    """Devices along `data` as far as they divide `rows`: all there are, on a CPU at most two."""
+def auto_mesh(fits: Callable[[int], bool]) -> MeshConfig:
+    """As many devices along `data` as there are and `fits` admits, on a CPU at most two; one in any case."""
     count = len(jax.devices())
     if jax.default_backend() == "cpu":
         count = min(2, count)
-    return MeshConfig(data=max(n for n in range(1, count + 1) if rows % n == 0))
+    return MeshConfig(data=max(n for n in range(1, count + 1) if n == 1 or fits(n)))
 
 
 def make_mesh(config: MeshConfig) -> Mesh:
     """A mesh with the axes `data`, `fsdp` and `tensor` over the first `config.size` devices.
 
     Raises:
-        InputError: fewer devices are present than the mesh takes.
+        InputError: fewer devices are present than the mesh takes, or an axis is asked for that nothing uses yet.
     """
+    for axis in (FSDP, TENSOR):
+        if getattr(config, axis) > 1:
+            raise InputError(
+                f"mesh {config} splits parameters along {axis}, but every device holds them whole so far; use data=N"
+            )
     devices = jax.devices()
     if config.size > len(devices):
         hint = ""

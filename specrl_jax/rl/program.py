@@ -83,10 +83,14 @@ class GrpoProgram:
             raise ValueError("this task's rewards come from the host")
         samples = self.step.samples
         rewards = self.task.reward(for_every_sample(problems, samples), trajectory.tokens, trajectory.lengths)
-        if self.shuffle_rewards:
-            key = jax.random.fold_in(jax.random.key(self.step.seed), state.updates)
-            rewards = shuffle_within_groups(rewards, samples, key, trajectory.prompts.row_ids)
-        return rewards
+        return self._handed_out(state, trajectory, rewards)
+
+    def _handed_out(self, state: GrpoState, trajectory: Trajectory, rewards: Float[Array, "b"]) -> Float[Array, "b"]:
+        """The rewards as they are given to the responses: their own, or shuffled."""
+        if not self.shuffle_rewards:
+            return rewards
+        key = jax.random.fold_in(jax.random.key(self.step.seed), state.updates)
+        return shuffle_within_groups(rewards, self.step.samples, key, trajectory.prompts.row_ids)
 
     def _one_step(self, state: GrpoState, _: None) -> tuple[GrpoState, tuple[Any, Trajectory, Array]]:
         prompts, problems = self._issue(state)
@@ -131,6 +135,12 @@ class GrpoProgram:
         """Rewards of an in-graph task."""
         specs = (P(), P(DATA), trajectory_specs(P(DATA)))
         return over_mesh(self.mesh, self._reward, specs, P(DATA))
+
+    @cached_property
+    def hand_out(self) -> Callable[[GrpoState, Trajectory, Float[Array, "b"]], Float[Array, "b"]]:
+        """Rewards from the host as they are given to the responses."""
+        specs = (P(), trajectory_specs(P(DATA)), P(DATA))
+        return over_mesh(self.mesh, self._handed_out, specs, P(DATA))
 
     @cached_property
     def prepare(self) -> Callable[[GrpoState, Trajectory], Any]:

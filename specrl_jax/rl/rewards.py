@@ -18,6 +18,9 @@ from specrl_jax.errors import InputError
 
 Reward = Callable[[str, Example], float]
 
+RIGHT = 1.0
+"""A response that is rewarded so much counts as right."""
+
 _TIME_LIMIT_S = 5
 # GSM8K's answer line: `#### `, then one number or fraction with or without sign, currency and unit, and nothing more.
 _ANSWER_LINE = re.compile(

@@ -62,11 +62,16 @@ class RunReport:
     last: Trajectory | None
 
 
+def grpo_checkpoints(folder: Path) -> Path:
+    """Where the run in `folder` keeps its checkpoints."""
+    return folder / "checkpoints" / "grpo"
+
+
 Evaluate = Callable[[GrpoState], Mapping[str, Any]]
 OnStep = Callable[[int, Mapping[str, Any], Trajectory, np.ndarray], None]
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class GrpoRun:
     """Runs a program in a folder.
 
@@ -85,7 +90,7 @@ class GrpoRun:
     tensorboard: bool = False
     wandb: bool = False
     _scans: dict[int, Any] = field(default_factory=dict)
-    _compiled: list[bool] = field(default_factory=list)
+    _compiled: bool = False
 
     def _place(self, state: GrpoState) -> GrpoState:
         """Replicated over the mesh, as the programs return it: a second placement would compile them twice."""
@@ -93,7 +98,7 @@ class GrpoRun:
 
     def run(self, state: GrpoState) -> RunReport:
         """Run to the last step, from the folder's last checkpoint where there is one."""
-        checkpoints = self.folder / "checkpoints" / "grpo"
+        checkpoints = grpo_checkpoints(self.folder)
         done, dispatches, size = 0, 0, 0
         state = self._place(state)
         if latest_step(checkpoints) is not None:
@@ -117,7 +122,7 @@ class GrpoRun:
                 for i, row in enumerate(rows):
                     last = jax.tree.map(lambda x, i=i: x[i], trajectories)
                     step = done - count + i + 1
-                    row |= response_metrics(last)
+                    row |= response_metrics(last) | {"draft_length": self.program.step.engine.config.draft_length}
                     log.append(last)
                     writer.write(step, row)
                     self.on_step(step, row, last, rewards[i])
@@ -145,8 +150,8 @@ class GrpoRun:
         rows, trajectories, rewards = [], [], []
         for i in range(count):
             if not self._compiled:
-                self._piecewise(state, done)  # compiles; its result is computed again, timed
-                self._compiled.append(True)
+                self._piecewise(state, done, judge=False)  # compiles; its result is computed again, timed
+                self._compiled = True
             state, row, trajectory, reward = self._piecewise(state, done + i)
             rows.append(row)
             trajectories.append(trajectory)
@@ -167,8 +172,10 @@ class GrpoRun:
             row |= {"timing": "scanned", "time_step_s": seconds, "tokens_per_second_step": tokens / seconds}
         return state, rows, trajectories, rewards
 
-    def _piecewise(self, state: GrpoState, step: int) -> tuple[GrpoState, dict[str, Any], Trajectory, np.ndarray]:
-        """One step in pieces, each timed with its result waited for."""
+    def _piecewise(
+        self, state: GrpoState, step: int, *, judge: bool = True
+    ) -> tuple[GrpoState, dict[str, Any], Trajectory, np.ndarray]:
+        """One step in pieces, each timed with its result waited for; without `judge` no host reward is asked for."""
         program, clock = self.program, _Clock()
         if self.host_task is None:
             prompts, problems = clock("time_data_s", program.issue, state)
@@ -178,7 +185,7 @@ class GrpoRun:
         if self.host_task is None:
             rewards = clock("time_reward_s", program.reward, state, problems, trajectory)
         else:
-            rewards = clock("time_reward_s", self._host_reward, problems, trajectory)
+            rewards = clock("time_reward_s", self._host_reward, state, problems, trajectory, judge)
         prepared = clock("time_logprob_s", program.prepare, state, trajectory)
         new_state, metrics, examples = clock("time_update_s", program.update, state, trajectory, prepared, rewards)
         new_state, draft_metrics = clock("time_draft_update_s", program.update_drafter, new_state, examples)
@@ -195,10 +202,13 @@ class GrpoRun:
         }
         return new_state, row, host, np.asarray(rewards)
 
-    def _host_reward(self, problems: Any, trajectory: Trajectory) -> jax.Array:
+    def _host_reward(self, state: GrpoState, problems: Any, trajectory: Trajectory, judge: bool) -> jax.Array:
         if self.host_task is None:
             raise ValueError("there is no host task")
-        return jnp.asarray(self.host_task.rewards(problems, jax.device_get(trajectory)), jnp.float32)
+        rewards = np.zeros(trajectory.lengths.shape, np.float32)
+        if judge:
+            rewards = self.host_task.rewards(problems, jax.device_get(trajectory))
+        return self.program.hand_out(state, trajectory, jnp.asarray(rewards, jnp.float32))
 
 
 class _Clock:

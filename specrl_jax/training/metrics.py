@@ -3,6 +3,7 @@
 JSON has no NaN and no infinity; both are written as null.
 """
 
+import importlib.util
 import json
 import math
 import os
@@ -68,8 +69,8 @@ class MetricsWriter:
 
     Args:
         folder: the run's folder, which exists.
-        resume_step: steps done by the checkpoint that the run continues from; rows whose
-            `step` is at least that go. None starts a new file.
+        resume_step: first step that a resumed run does again; rows whose `step` is at least
+            that go. None starts a new file.
         tensorboard: also write event files to `folder`/tensorboard.
         wandb: also report to Weights & Biases; files go to `folder`/wandb.
 
@@ -80,6 +81,7 @@ class MetricsWriter:
     def __init__(
         self, folder: Path, *, resume_step: int | None = None, tensorboard: bool = False, wandb: bool = False
     ) -> None:
+        check_reporters(tensorboard=tensorboard, wandb=wandb)
         self._tensorboard = _open_tensorboard(folder, resume_step) if tensorboard else None
         self._wandb = _open_wandb(folder, resume_step) if wandb else None
         path = folder / METRICS_FILE
@@ -146,21 +148,22 @@ def _scalars(row: Mapping[str, Any]) -> dict[str, float]:
     return flat
 
 
+def check_reporters(*, tensorboard: bool, wandb: bool) -> None:
+    """Raise InputError where a package that is asked for is not installed."""
+    for wanted, flag, package in ((tensorboard, "tensorboard", "tensorboardX"), (wandb, "wandb", "wandb")):
+        if wanted and importlib.util.find_spec(package) is None:
+            raise InputError(f'--{flag} needs {package}, which is not installed; run pip install ".[{flag}]"')
+
+
 def _open_tensorboard(folder: Path, resume_step: int | None) -> Any:
-    try:
-        from tensorboardX import SummaryWriter
-    except ImportError:
-        raise InputError(
-            '--tensorboard needs tensorboardX, which is not installed; run pip install ".[tensorboard]"'
-        ) from None
+    from tensorboardX import SummaryWriter
+
     return SummaryWriter(str(folder / "tensorboard"), purge_step=resume_step)
 
 
 def _open_wandb(folder: Path, resume_step: int | None) -> Any:
-    try:
-        import wandb
-    except ImportError:
-        raise InputError('--wandb needs wandb, which is not installed; run pip install ".[wandb]"') from None
+    import wandb
+
     # The same id continues the same page after a resume.
     id_file = folder / "wandb_id"
     if resume_step is None or not id_file.exists():

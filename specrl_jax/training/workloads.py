@@ -272,12 +272,12 @@ class JsonlWorkload:
         return self.train.take(epoch_rows(self.seed, step, self.groups, self.train.count))
 
     def held_out(self, split: Split, count: int) -> tuple[Prompts, Any]:
-        """Held-out examples: the test set from their front, the development set from their back."""
-        return self.test.held_out(split, count)
+        """Held-out examples, at most half of them for each split, so that none is in both."""
+        return self.test.held_out(split, min(count, max(1, self.test.count // 2)))
 
     def draft_prompts(self, count: int) -> Prompts:
-        """The first prompts of the RL examples, again from the front when there are fewer."""
-        return self.train.take(np.arange(count) % self.train.count)[0]
+        """The first prompts of the RL examples: so many, or as many as there are."""
+        return self.train.take(np.arange(min(count, self.train.count)))[0]
 
     def rewards(self, problems: Any, trajectory: Trajectory) -> np.ndarray:
         """The host reward of every response."""

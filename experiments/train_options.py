@@ -1,0 +1,192 @@
+"""Options of `train_grpo`: the configuration, its presets, and what can be refused without loading anything."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from experiments.common import Run, RunOptions, check_least
+from experiments.setup import PolicyShape
+from specrl_jax.errors import InputError
+from specrl_jax.models.config import Dtype
+from specrl_jax.rl.losses import LossConfig
+from specrl_jax.rl.microbatches import MicrobatchConfig
+from specrl_jax.rl.optimizers import OptimizerConfig
+from specrl_jax.training.metrics import check_reporters
+
+
+@dataclass(frozen=True)
+class WarmUp:
+    """Supervised training of a policy made from nothing."""
+
+    steps: int = 1150
+    batch: int = 40
+    """Sequences per update."""
+    microbatch: MicrobatchConfig = MicrobatchConfig(4, (0.2, 0.27, 0.33, 0.5, 0.75, 1.0))
+    optimizer: OptimizerConfig = OptimizerConfig(0.02, name="muon", warmup_steps=20, adam_learning_rate=0.004)
+    focus: float = 0.0
+    """Share of each batch drawn from the RL examples (jsonl tasks)."""
+
+    def __post_init__(self) -> None:
+        check_least("warmup", self, steps=0, batch=1)
+        if not 0.0 <= self.focus <= 1.0:
+            raise InputError(f"--warmup.focus is {self.focus}; choose a share from 0 to 1")
+
+
+@dataclass(frozen=True)
+class DraftHead:
+    """Training of the EAGLE-3 head on the policy's rollouts, before RL and during it."""
+
+    prompts: int = 128
+    """Prompts whose rollouts are the training data."""
+    steps: int = 300
+    batch: int = 32
+    """Sequences per update."""
+    microbatch: MicrobatchConfig = MicrobatchConfig(8)
+    unroll: int = 3
+    """Steps of the training-time test."""
+    vocab_size: int = 32_000
+    """Most tokens that the head may propose: the most frequent ones of the rollouts."""
+    optimizer: OptimizerConfig = OptimizerConfig(
+        0.012, name="muon", warmup_steps=5, schedule="linear", adam_learning_rate=0.004
+    )
+    online: bool = True
+    """Keep training it on the policy's forwards during RL."""
+    online_sequences: int = 2
+    """Sequences per policy microbatch that train it."""
+    online_optimizer: OptimizerConfig = OptimizerConfig(0.0005)
+
+    def __post_init__(self) -> None:
+        check_least("draft", self, prompts=1, steps=0, batch=1, unroll=1, online_sequences=1, vocab_size=1)
+
+
+@dataclass(frozen=True)
+class Config:
+    """Options of a run."""
+
+    run: Run = RunOptions()
+    task: Literal["arithmetic", "jsonl"] = "arithmetic"
+    data: str | None = None
+    """Training examples of a jsonl task: a file, or a dataset on the Hugging Face hub."""
+    data_subset: str | None = None
+    """Subset of a dataset on the hub."""
+    data_split: str = "train"
+    """Split of --data, where it is a folder or on the hub."""
+    eval_data: str | None = None
+    """Held-out examples of a jsonl task; by default the training examples that RL does not use."""
+    eval_split: str = "test"
+    """Split of --eval-data, where it is a folder or on the hub."""
+    layout: str | None = None
+    """gsm8k, math, aime, dapo, chat or generic; told from the fields when left out."""
+    data_limit: int | None = None
+    """Use only the first examples for RL."""
+    reward: str | None = None
+    """MODULE:FUNCTION of your own reward(response, example) -> float."""
+    policy: str | None = None
+    """Folder or hub name of a policy; by default one is made and warmed up."""
+    drafter: str | None = None
+    """Folder or hub name of a draft head; by default one is trained."""
+    shape: PolicyShape = PolicyShape()
+    dtype: Dtype = "float32"
+    numerics: Literal["auto", "invariant", "plain"] = "auto"
+    """Whether bits are independent of batch and draft length; auto: for float32 on a CPU."""
+    mesh: str = "auto"
+    """data=N,fsdp=N,tensor=N; auto: data parallel over what is there."""
+    steps: int = 30
+    scan_steps: int = 5
+    """Steps per compiled dispatch (in-graph rewards)."""
+    prompts: int = 32
+    """Prompts per step."""
+    samples: int = 16
+    """Responses per prompt."""
+    max_prompt_tokens: int = 256
+    max_new_tokens: int = 224
+    temperature: float = 1.0
+    draft_length: int | None = None
+    """Drafts per round, 0 for none; by default 3."""
+    updates_per_rollout: int = 2
+    epochs: int = 1
+    microbatch: MicrobatchConfig = MicrobatchConfig(16, (0.27, 0.4, 0.7, 1.0))
+    recompute_logprobs: bool = False
+    normalize_std: bool = True
+    loss: LossConfig = LossConfig(clip_low=0.2, clip_high=0.28)
+    optimizer: OptimizerConfig = OptimizerConfig(
+        0.004, name="muon", warmup_steps=4, schedule="linear", adam_learning_rate=0.0002
+    )
+    warmup: WarmUp = WarmUp()
+    draft: DraftHead = DraftHead()
+    eval_problems: int = 512
+    eval_every: int = 10
+    sample_every: int = 5
+    """Steps between responses written to samples.txt."""
+    compare: bool = False
+    """Run GRPO again without speculation and compare."""
+    shuffle_rewards: bool = False
+    """Control: rewards shuffled within each group."""
+    profile: bool = False
+    """Record a trace of GRPO in OUT/profile."""
+    tensorboard: bool = False
+    wandb: bool = False
+
+    def __post_init__(self) -> None:
+        check_least("", self, steps=1, scan_steps=1, prompts=1, samples=2, max_prompt_tokens=1, data_limit=1)
+        check_least("", self, eval_problems=2, eval_every=0, sample_every=0)
+        if self.temperature == 0.0:
+            raise InputError("--temperature is 0.0: all responses of a group would be one; choose a value above 0")
+
+    def check(self) -> None:
+        """Raise InputError where options contradict each other, or ask for what is not installed."""
+        if self.task == "jsonl" and self.data is None:
+            raise InputError("--task jsonl needs --data, a file or a dataset name")
+        if self.task == "arithmetic" and (self.data or self.reward):
+            raise InputError("--data and --reward belong to --task jsonl; arithmetic makes and judges its own problems")
+        check_reporters(tensorboard=self.tensorboard, wandb=self.wandb)
+
+    def fits(self, devices: int) -> bool:
+        """Whether every batch of the run splits over so many devices and into its microbatches."""
+        parts = devices * self.updates_per_rollout
+        batches = [(self.prompts * self.samples, parts * self.microbatch.rows)]
+        if self.policy is None:
+            batches.append((self.warmup.batch, devices * self.warmup.microbatch.rows))
+        if self.draft_length != 0 and self.drafter is None:
+            batches.append((self.draft.batch, devices * self.draft.microbatch.rows))
+            batches.append((self.draft.prompts * self.samples, devices))
+        if self.draft_length != 0 and self.draft.online:
+            kept = batches[0][0] // (devices * self.microbatch.rows) * self.draft.online_sequences
+            batches.append((kept, self.draft.microbatch.rows))
+        return self.prompts % parts == 0 and all(count % divisor == 0 for count, divisor in batches)
+
+
+SMOKE = {
+    "steps": 2,
+    "scan_steps": 2,
+    "prompts": 4,
+    "samples": 4,
+    "updates_per_rollout": 1,
+    "microbatch": {"rows": 8, "widths": (1.0,)},
+    "eval_problems": 16,
+    "eval_every": 2,
+    "max_new_tokens": 48,
+    "compare": True,
+    "shape": {"hidden_size": 32, "intermediate_size": 64, "num_layers": 2, "num_heads": 2, "num_kv_heads": 1},
+    "warmup": {"steps": 10, "batch": 8, "microbatch": {"rows": 4, "widths": (1.0,)}},
+    "draft": {"prompts": 4, "steps": 10, "batch": 8, "microbatch": {"rows": 4, "widths": (1.0,)}, "unroll": 2},
+}
+GSM8K = {
+    "task": "jsonl",
+    "layout": "gsm8k",
+    "data_limit": 256,
+    "steps": 3,
+    "prompts": 16,
+    "samples": 16,
+    "max_prompt_tokens": 160,
+    "max_new_tokens": 256,
+    "eval_problems": 64,
+    "eval_every": 0,
+    "updates_per_rollout": 1,
+    "microbatch": {"rows": 16},
+    "shape": {"vocab_size": 2048, "hidden_size": 256, "intermediate_size": 768, "num_layers": 4, "num_heads": 8},
+    "warmup": {"steps": 1500, "batch": 32, "microbatch": {"rows": 4}, "focus": 0.5},
+    "draft": {"prompts": 64, "steps": 100, "batch": 32, "microbatch": {"rows": 8}},
+    "optimizer": {"learning_rate": 0.002},
+}
+PRESETS: dict[str, Mapping[str, Any]] = {"demo": {"compare": True}, "smoke": SMOKE, "gsm8k": GSM8K}

@@ -23,9 +23,21 @@ TIMED_PAIRS = 5
 """Rollouts of each arm that are timed in turn, A B A B."""
 
 
-def mean_of(rows: Sequence[Mapping[str, Any]], name: str, timing: str | None = None) -> float | None:
+SLOWER = (
+    "speculation is slower here: with this many rows a verify forward of k+1 tokens costs nearly k+1 times a "
+    "forward of one, and one draft layer is a large part of so shallow a policy"
+)
+
+
+def median_of(rows: Sequence[Mapping[str, Any]], name: str, timing: str) -> float | None:
+    """Median of a metric over the rows with this timing."""
+    values = [row[name] for row in rows if row.get("timing") == timing]
+    return float(np.median(values)) if values else None
+
+
+def mean_of(rows: Sequence[Mapping[str, Any]], name: str) -> float | None:
     """Mean of a metric over the rows that have it."""
-    values = [row[name] for row in rows if row.get(name) is not None and timing in (None, row.get("timing"))]
+    values = [row[name] for row in rows if row.get(name) is not None]
     return float(np.mean(values)) if values else None
 
 
@@ -60,13 +72,16 @@ def arm_row(arm: Arm, session: Any) -> dict[str, Any]:
     return {
         "arm": arm.label,
         "draft_length": arm.draft_length,
+        "dtype": session.policy.dtype,
+        "numerics": session.numerics.mode,
+        "batch": session.config.prompts * session.config.samples,
         "dev_accuracy_last": accuracy[-1]["accuracy"] if accuracy else None,
         "acceptance_length": mean_of(rows, "acceptance_length"),
-        "tokens_per_second": mean_of(rows, "tokens_per_second"),
-        "time_step_s": mean_of(rows, "time_step_s", "measured"),
-        "time_rollout_s": mean_of(rows, "time_rollout_s"),
-        "rollout_share": mean_of(rows, "rollout_share"),
-        "time_step_scanned_s": mean_of(rows, "time_step_s", "scanned"),
+        "tokens_per_second": median_of(rows, "tokens_per_second", "measured"),
+        "time_step_s": median_of(rows, "time_step_s", "measured"),
+        "time_rollout_s": median_of(rows, "time_rollout_s", "measured"),
+        "rollout_share": median_of(rows, "rollout_share", "measured"),
+        "time_step_scanned_s": median_of(rows, "time_step_s", "scanned"),
         "reward_mean_last": last["reward_mean"],
         "trajectory_sha256": arm.report.trajectory_sha256,
         "params_sha256": params_sha256(arm.report.state.params, session.policy),
@@ -116,8 +131,8 @@ def close_run(
     print(_closing_text(session, rows, summary), flush=True)
 
 
-def comparison(arms: Sequence[Arm], rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Speed and equality of the two arms."""
+def comparison(arms: Sequence[Arm], rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Speed and equality of the two arms; a row that is slower gets a remark."""
     equal = {
         "tokens_equal": rows[0]["trajectory_sha256"] == rows[1]["trajectory_sha256"],
         "params_equal": rows[0]["params_sha256"] == rows[1]["params_sha256"],
@@ -128,6 +143,7 @@ def comparison(arms: Sequence[Arm], rows: Sequence[Mapping[str, Any]]) -> dict[s
     fast, slow = seconds[arms[0].label], seconds[arms[1].label]
     ratios = [b / a for a, b in zip(fast, slow, strict=True)]
     speedup = float(np.median(ratios))
+    rows[0]["remark"] = SLOWER if speedup < 1.0 else None
     share = rows[1]["rollout_share"] or 0.0
     step = None
     if rows[0]["time_step_s"] and rows[1]["time_step_s"]:
@@ -146,8 +162,15 @@ def _mean_list(rows: Sequence[Mapping[str, Any]], name: str) -> list[float] | No
     return np.mean(values, axis=0).tolist() if values else None
 
 
+def _yes(session: Any, equal: bool) -> str:
+    if equal:
+        return "yes"
+    return "NO" if session.numerics.invariant else "no (plain numerics: rounding decides between tokens that tie)"
+
+
 def _closing_text(session: Any, rows: Sequence[Mapping[str, Any]], summary: Mapping[str, Any]) -> str:
-    shown = [{name: value for name, value in row.items() if not name.endswith("sha256")} for row in rows]
+    hidden = ("sha256", "remark")
+    shown = [{name: value for name, value in row.items() if not name.endswith(hidden)} for row in rows]
     lines = ["", markdown_table(shown)]
     half = summary["accuracy_ci95_after"]
     lines.append(
@@ -162,16 +185,13 @@ def _closing_text(session: Any, rows: Sequence[Mapping[str, Any]], summary: Mapp
         survival = ", ".join(f"{x:.2f}" for x in summary["survival_per_position"])
         lines.append(f"acceptance length {summary['acceptance_length']:.2f} (survival per position {survival})")
     if "tokens_equal" in summary:
-        lines.append(f"same tokens with and without speculation: {'yes' if summary['tokens_equal'] else 'NO'}")
-        lines.append(f"same parameters: {'yes' if summary['params_equal'] else 'NO'}")
+        lines.append(f"same tokens with and without speculation: {_yes(session, summary['tokens_equal'])}")
+        lines.append(f"same parameters: {_yes(session, summary['params_equal'])}")
     speedup = summary.get("speedup_rollout")
     if speedup is not None:
         low, high = summary["speedup_rollout_range"]
         lines.append(f"rollout speed-up {speedup:.2f}x (of {TIMED_PAIRS} pairs {low:.2f} to {high:.2f})")
         if speedup < 1.0:
-            lines.append(
-                "speculation is slower here: on a CPU with this many rows the verify forward of k+1 tokens costs "
-                "nearly k+1 times one, and a draft layer is a large part of so shallow a policy"
-            )
+            lines.append(SLOWER)
     lines.append(f"{summary['wall_seconds']:.0f} s, at most {summary['peak_memory_gb']:.1f} GB of memory")
     return "\n".join(lines)

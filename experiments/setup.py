@@ -69,8 +69,17 @@ def default_numerics(choice: str, dtype: str) -> Numerics:
 
 
 def resolve_mesh(text: str, fits: Callable[[int], bool]) -> MeshConfig:
-    """The mesh of `--mesh`; "auto" takes as many of the devices as `fits` admits."""
-    return auto_mesh(fits) if text == "auto" else parse_mesh(text)
+    """The mesh of `--mesh`; "auto" takes as many of the devices as `fits` admits.
+
+    Raises:
+        InputError: the text is no mesh, or splits parameters, which every device still holds whole.
+    """
+    if text == "auto":
+        return auto_mesh(fits)
+    mesh = parse_mesh(text)
+    if mesh.size > mesh.data:
+        raise InputError(f"--mesh {text}: parameters are not split over devices yet; use data=N alone")
+    return mesh
 
 
 def per_device(count: int, mesh: Mesh, flag: str) -> int:
@@ -189,13 +198,13 @@ def check_warm_up(warmup: Any, mesh: Mesh) -> None:
     check_microbatch(warmup.microbatch, per_device(warmup.batch, mesh, "--warmup.batch"))
 
 
-def check_draft_training(draft: Any, samples: int, mesh: Mesh) -> None:
+def check_draft_training(draft: Any, mesh: Mesh) -> None:
     """Raise InputError unless the draft head's rollouts and batches split over the mesh, and there are enough of both.
 
-    draft: the options of the stage. samples: rollouts per prompt.
+    draft: the options of the stage.
     """
     check_microbatch(draft.microbatch, per_device(draft.batch, mesh, "--draft.batch"))
-    rollouts = draft.prompts * samples
+    rollouts = draft.prompts * draft.samples
     if rollouts % mesh.shape[DATA] or rollouts < draft.batch:
         raise InputError(
             f"{rollouts} rollouts for the draft head do not split over {mesh.shape[DATA]} devices or fill no batch of "

@@ -56,7 +56,7 @@ from specrl_jax.rl.scoring import Scorer
 from specrl_jax.rollout.engine import RolloutConfig, RolloutEngine
 from specrl_jax.rollout.sampling import SamplingLaw
 from specrl_jax.rollout.trajectory import Sequences, Trajectory, to_sequences
-from specrl_jax.training.checkpoints import latest_step
+from specrl_jax.training.checkpoints import latest_step, restore_checkpoint
 from specrl_jax.training.draft_head import OfflineDraftTraining
 from specrl_jax.training.grpo_run import GrpoRun, RunConfig, grpo_checkpoints
 from specrl_jax.training.metrics import read_metrics
@@ -144,8 +144,10 @@ def warm_up(session: Session, params: PolicyParams, out: Path) -> PolicyParams:
     checkpoints = out / "checkpoints" / "warmup"
     with progress("warm-up", warmup.steps, latest_step(checkpoints) or 0) as advance:
 
-        def report(done: int, count: int, metrics: dict[str, Any]) -> None:
-            advance(count, f"loss {np.mean(metrics['loss']):.3f}")
+        def report(done: int, count: int, metrics: dict[str, Any]) -> bool:
+            loss = float(np.mean(metrics["loss"]))
+            advance(count, f"loss {loss:.3f}")
+            return warmup.stop_loss is not None and loss <= warmup.stop_loss
 
         state = run_stage(
             checkpoints,
@@ -170,30 +172,36 @@ def feature_rms(session: Session, params: PolicyParams, sequences: Sequences) ->
 
 def train_draft_head(session: Session, params: PolicyParams, key: Any, out: Path) -> Eagle3Params:
     """A new head, trained offline on rollouts of the policy."""
-    settings = session.config.draft
-    engine = session.engine(0, session.config.samples, session.config.temperature)
-    batch = min(settings.prompts, session.config.prompts)
-    sampler = Sampler(engine, session.mesh, "draft_data", session.config.run.seed, batch)
-    trajectory = sample_all(sampler, params, None, session.workload.draft_prompts(settings.prompts))
-    corpus = to_sequences(jax.tree.map(jnp.asarray, trajectory))
+    settings, checkpoints = session.config.draft, out / "checkpoints" / "draft"
     training = session.draft_training(settings.optimizer.for_updates(settings.steps), settings.microbatch)
     share = per_device(settings.batch, session.mesh, "--draft.batch")
     offline = OfflineDraftTraining(training, share, session.config.run.seed)
+    head = session.drafter.config
+    if latest_step(checkpoints) == settings.steps:  # a resumed run needs no rollouts for it
+        blank = offline.init(init_eagle3(key, head, np.arange(head.draft_vocab_size)))
+        return restore_checkpoint(checkpoints, blank)[0].draft
+    engine = session.engine(0, settings.samples, session.config.temperature)
+    # As many rows at once as in a GRPO step.
+    rows = session.config.prompts * session.config.samples
+    batch = min(settings.prompts, max(1, rows // settings.samples))
+    sampler = Sampler(engine, session.mesh, "draft_data", session.config.run.seed, batch)
+    trajectory = sample_all(sampler, params, None, session.workload.draft_prompts(settings.prompts))
+    corpus = to_sequences(jax.tree.map(jnp.asarray, trajectory))
     scale = feature_rms(session, params, jax.tree.map(lambda x: x[: settings.microbatch.rows], corpus))
     seen = np.bincount(np.asarray(corpus.tokens)[np.asarray(corpus.mask)], minlength=session.policy.vocab_size)
-    target_ids = select_draft_vocab(seen, session.drafter.config.draft_vocab_size)
-    draft = init_eagle3(key, session.drafter.config, target_ids, policy=params, feature_rms=scale)
+    target_ids = select_draft_vocab(seen, head.draft_vocab_size)
+    draft = init_eagle3(key, head, target_ids, policy=params, feature_rms=scale)
 
     def program(steps: int) -> Any:
         compiled = offline.program(session.mesh, steps)
         return lambda state: compiled(state, params, corpus)
 
-    checkpoints = out / "checkpoints" / "draft"
     with progress("draft head", settings.steps, latest_step(checkpoints) or 0) as advance:
 
-        def report(done: int, count: int, metrics: dict[str, Any]) -> None:
+        def report(done: int, count: int, metrics: dict[str, Any]) -> bool:
             overlap = ", ".join(f"{x:.2f}" for x in metrics["draft_overlap"][-1])
             advance(count, f"loss {np.mean(metrics['draft_loss']):.3f}, overlap {overlap}")
+            return False
 
         state = run_stage(
             checkpoints,
@@ -320,7 +328,7 @@ def open_session(config: Config) -> tuple[Session, PolicyParams | None, Eagle3Pa
     if params is None:
         check_warm_up(config.warmup, mesh)
     if draft is None and session.draft_length:
-        check_draft_training(config.draft, config.samples, mesh)
+        check_draft_training(config.draft, mesh)
     return session, params, draft
 
 

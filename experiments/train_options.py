@@ -18,7 +18,10 @@ from specrl_jax.training.metrics import check_reporters
 class WarmUp:
     """Supervised training of a policy made from nothing."""
 
-    steps: int = 1150
+    steps: int = 1500
+    """Updates at most."""
+    stop_loss: float | None = 0.05
+    """End when the mean loss of a dispatch has come down to this, in nats per token; None: do all steps."""
     batch: int = 40
     """Sequences per update."""
     microbatch: MicrobatchConfig = MicrobatchConfig(4, (0.2, 0.27, 0.33, 0.5, 0.75, 1.0))
@@ -36,8 +39,10 @@ class WarmUp:
 class DraftHead:
     """Training of the EAGLE-3 head on the policy's rollouts, before RL and during it."""
 
-    prompts: int = 128
-    """Prompts whose rollouts are the training data."""
+    prompts: int = 2048
+    """Prompts whose rollouts are the training data; many, since a head remembers what it has seen before."""
+    samples: int = 1
+    """Rollouts per prompt."""
     steps: int = 300
     batch: int = 32
     """Sequences per update."""
@@ -56,7 +61,7 @@ class DraftHead:
     online_optimizer: OptimizerConfig = OptimizerConfig(0.0005)
 
     def __post_init__(self) -> None:
-        check_least("draft", self, prompts=1, steps=0, batch=1, unroll=1, online_sequences=1, vocab_size=1)
+        check_least("draft", self, prompts=1, samples=1, steps=0, batch=1, unroll=1, online_sequences=1, vocab_size=1)
 
 
 @dataclass(frozen=True)
@@ -91,7 +96,7 @@ class Config:
     """Whether bits are independent of batch and draft length; auto: for float32 on a CPU."""
     mesh: str = "auto"
     """data=N,fsdp=N,tensor=N; auto: data parallel over what is there."""
-    steps: int = 30
+    steps: int = 40
     scan_steps: int = 5
     """Steps per compiled dispatch (in-graph rewards)."""
     prompts: int = 32
@@ -129,6 +134,7 @@ class Config:
 
     def __post_init__(self) -> None:
         check_least("", self, steps=1, scan_steps=1, prompts=1, samples=2, max_prompt_tokens=1, data_limit=1)
+        check_least("", self, updates_per_rollout=1, epochs=1)
         check_least("", self, eval_problems=2, eval_every=0, sample_every=0)
         if self.temperature == 0.0:
             raise InputError("--temperature is 0.0: all responses of a group would be one; choose a value above 0")
@@ -149,7 +155,7 @@ class Config:
             batches.append((self.warmup.batch, devices * self.warmup.microbatch.rows))
         if self.draft_length != 0 and self.drafter is None:
             batches.append((self.draft.batch, devices * self.draft.microbatch.rows))
-            batches.append((self.draft.prompts * self.samples, devices))
+            batches.append((self.draft.prompts * self.draft.samples, devices))
         if self.draft_length != 0 and self.draft.online:
             kept = batches[0][0] // (devices * self.microbatch.rows) * self.draft.online_sequences
             batches.append((kept, self.draft.microbatch.rows))
@@ -168,8 +174,8 @@ SMOKE = {
     "max_new_tokens": 48,
     "compare": True,
     "shape": {"hidden_size": 32, "intermediate_size": 64, "num_layers": 2, "num_heads": 2, "num_kv_heads": 1},
-    "warmup": {"steps": 10, "batch": 8, "microbatch": {"rows": 4, "widths": (1.0,)}},
-    "draft": {"prompts": 4, "steps": 10, "batch": 8, "microbatch": {"rows": 4, "widths": (1.0,)}, "unroll": 2},
+    "warmup": {"steps": 10, "stop_loss": None, "batch": 8, "microbatch": {"rows": 4, "widths": (1.0,)}},
+    "draft": {"prompts": 16, "steps": 10, "batch": 8, "microbatch": {"rows": 4, "widths": (1.0,)}, "unroll": 2},
 }
 GSM8K = {
     "task": "jsonl",
@@ -185,8 +191,8 @@ GSM8K = {
     "updates_per_rollout": 1,
     "microbatch": {"rows": 16},
     "shape": {"vocab_size": 2048, "hidden_size": 256, "intermediate_size": 768, "num_layers": 4, "num_heads": 8},
-    "warmup": {"steps": 1500, "batch": 32, "microbatch": {"rows": 4}, "focus": 0.5},
-    "draft": {"prompts": 64, "steps": 100, "batch": 32, "microbatch": {"rows": 8}},
+    "warmup": {"steps": 700, "stop_loss": None, "batch": 32, "microbatch": {"rows": 4}, "focus": 0.5},
+    "draft": {"prompts": 256, "samples": 4, "steps": 100, "batch": 32, "microbatch": {"rows": 8}},
     "optimizer": {"learning_rate": 0.002},
 }
 PRESETS: dict[str, Mapping[str, Any]] = {"demo": {"compare": True}, "smoke": SMOKE, "gsm8k": GSM8K}

@@ -121,16 +121,19 @@ def test_compiled_programs_are_kept(tmp_path, monkeypatch):
         jax.config.update("jax_compilation_cache_dir", before)
 
 
+SCRIPT = "train"
+
+
 def _started(tmp_path, **options):
     run = RunOptions(out=tmp_path / "run", **options)
-    return open_output(run, Config(run=run))
+    return open_output(run, Config(run=run), SCRIPT)
 
 
 def test_a_new_run_gets_its_folder_and_config(tmp_path):
     run = RunOptions(out=tmp_path / "deep" / "run")
-    check_output(run)
+    check_output(run, SCRIPT)
     assert not list(tmp_path.iterdir())
-    folder = open_output(run, Config(run=run, draft_length=3))
+    folder = open_output(run, Config(run=run, draft_length=3), SCRIPT)
     saved = json.loads((folder / "config.json").read_text())
     assert saved["optimizer"] == {"learning_rate": 1e-3}
     assert (saved["draft_length"], saved["run"]["out"]) == (3, str(run.out))
@@ -148,7 +151,14 @@ def test_an_existing_run_is_not_touched_unasked(tmp_path):
 def test_overwrite_deletes_a_run_and_nothing_else(tmp_path):
     # There need not be one.
     folder = _started(tmp_path, overwrite=True)
-    made = ["metrics.jsonl", "policy/model.safetensors", "policy/config.json", "checkpoints/3/state/d/abc", "time.png"]
+    made = [
+        "metrics.jsonl",
+        "policy/model.safetensors",
+        "policy/config.json",
+        ".policy.new/model.safetensors",
+        "checkpoints/3/state/d/abc",
+        "time.png",
+    ]
     made += ["baseline/metrics.jsonl", "baseline/policy/tokenizer.json", "baseline/checkpoints/1/x", "results.md"]
     for name in made:
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
@@ -171,6 +181,21 @@ def test_overwrite_deletes_a_run_and_nothing_else(tmp_path):
             path.parent.rmdir()
     _started(tmp_path, overwrite=True)
     assert [path.name for path in folder.iterdir()] == ["config.json"]
+
+
+def test_a_folder_belongs_to_one_script(tmp_path):
+    folder = _started(tmp_path)
+    for options in ({}, {"overwrite": True}, {"resume": True}):
+        with pytest.raises(InputError, match="run holds a run of train, not of evaluate; choose another folder"):
+            check_output(RunOptions(out=folder, **options), "evaluate")
+
+
+def test_overwrite_spares_what_the_run_reads(tmp_path):
+    run = RunOptions(out=_started(tmp_path), overwrite=True)
+    for inside in (tmp_path / "run" / "policy", tmp_path / "other" / ".." / "run" / "policy", tmp_path / "run"):
+        with pytest.raises(InputError, match=r"--eval-data .* lies in --out .*, which --overwrite deletes"):
+            check_output(run, SCRIPT, policy=None, eval_data=str(inside))
+    check_output(run, SCRIPT, policy=str(tmp_path / "running"), eval_data="some/dataset")
 
 
 def test_links_are_never_followed_by_overwrite(tmp_path):
@@ -199,7 +224,7 @@ def test_folders_that_cannot_hold_a_run(tmp_path):
     ]
     for options, sentence in cases:
         with pytest.raises(InputError, match=sentence):
-            check_output(RunOptions(**options))
+            check_output(RunOptions(**options), SCRIPT)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "photos"]
 
 
@@ -209,7 +234,7 @@ def test_an_unwritable_folder_is_refused_early(tmp_path, monkeypatch):
 
     monkeypatch.setattr("tempfile.TemporaryFile", refuse)
     with pytest.raises(InputError, match=r"run cannot be written \(Permission denied\); choose another folder"):
-        check_output(RunOptions(out=tmp_path / "run"))
+        check_output(RunOptions(out=tmp_path / "run"), SCRIPT)
 
 
 def test_a_run_resumes_with_the_options_it_was_started_with(tmp_path):
@@ -218,14 +243,14 @@ def test_a_run_resumes_with_the_options_it_was_started_with(tmp_path):
     with pytest.raises(
         InputError, match=r"--resume: optimizer.learning_rate is 0.5 but the run in .*run was made with"
     ):
-        open_output(run, Config(run=run, optimizer=Optimizer(0.5)))
+        open_output(run, Config(run=run, optimizer=Optimizer(0.5)), SCRIPT)
     with pytest.raises(InputError, match=r"run\.seed is 1 but"):
-        open_output(replace(run, seed=1), Config(run=replace(run, seed=1)))
-    open_output(run, Config(run=run, steps=8), may_change=("steps",))
+        open_output(replace(run, seed=1), Config(run=replace(run, seed=1)), SCRIPT)
+    open_output(run, Config(run=run, steps=8), SCRIPT, may_change=("steps",))
     assert json.loads((tmp_path / "run" / "config.json").read_text())["steps"] == 8
     (tmp_path / "run" / "config.json").write_text("{")
     with pytest.raises(InputError, match=r"config\.json is not JSON; start again with --overwrite"):
-        open_output(run, Config(run=run))
+        open_output(run, Config(run=run), SCRIPT)
 
 
 def test_results_carry_where_they_come_from(tmp_path):

@@ -12,8 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-
-from experiments import readme_tables
+from readme_tables import with_tables
 
 pytestmark = pytest.mark.ci
 ROOT = Path(__file__).parents[1]
@@ -150,10 +149,10 @@ def test_the_readme_has_its_two_commands_in_one_line_each():
 
 def test_the_tables_of_the_readme_equal_the_results():
     text = (ROOT / "README.md").read_text()
-    assert readme_tables.with_tables(text) == text, "run python -m experiments.readme_tables"
+    assert with_tables(text) == text, "run python tests/readme_tables.py"
     # The check sees a changed figure.
     changed = re.sub(r"(<!-- table: .*?\d\.\d)(\d)", lambda m: m[1] + str(9 - int(m[2])), text, flags=re.S)
-    assert readme_tables.with_tables(changed) == text != changed
+    assert with_tables(changed) == text != changed
 
 
 def test_ci_runs_the_command_of_the_readme():

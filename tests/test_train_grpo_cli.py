@@ -1,5 +1,6 @@
 """The command line of train_grpo: bad input is refused before anything happens, killed runs resume to the same bits."""
 
+import importlib.util
 import json
 import os
 import re
@@ -18,6 +19,8 @@ from jax.experimental.compilation_cache import compilation_cache
 from scripts import DAMAGES, SCRIPTS, SMALLER, refusal, run_script, write_models
 
 from experiments import evaluate, generate, train_grpo
+from experiments.common import parse_config
+from experiments.setup import resolve_mesh
 from specrl_jax.data import arithmetic
 from specrl_jax.training import grpo_run, stages
 from specrl_jax.training.metrics import read_metrics
@@ -29,7 +32,7 @@ SMALL = """
 """
 STAGES = """
     --shape.hidden-size 16 --shape.intermediate-size 32 --warmup.steps 4 --warmup.batch 4 --warmup.microbatch.rows 2
-    --draft.prompts 2 --draft.steps 4 --draft.batch 4
+    --draft.prompts 8 --draft.steps 4 --draft.batch 4
 """
 GSM8K = '{"question": "How much is 1 + 2?", "answer": "1 + 2 = 3\\n#### 3"}\n'
 
@@ -92,30 +95,39 @@ def test_prompts_longer_than_the_cache_are_refused(refused, models):
         ("--eval-every -1", "--eval-every is -1"),
         ("--data-limit 0", "--data-limit is 0"),
         ("--warmup.steps -1", "--warmup.steps is -1; it must be at least 0"),
-        ("--warmup.batch 6", "3 sequences .* do not split into microbatches of 4"),
-        ("--warmup.batch 7", "--warmup.batch is 7, which 2 devices cannot share; choose a multiple of 2"),
+        ("--warmup.batch 6", "6 sequences .* do not split into microbatches of 4"),
+        ("--warmup.batch 7 --mesh data=2", "--warmup.batch is 7, which 2 devices cannot share; choose a multiple of 2"),
         ("--warmup.focus 1.5", "--warmup.focus is 1.5; choose a share from 0 to 1"),
         ("--draft.unroll 0", "--draft.unroll is 0; it must be at least 1"),
-        ("--draft.batch 12", "6 sequences .* do not split into microbatches of 4"),
+        ("--draft.batch 10", "10 sequences .* do not split into microbatches of 4"),
         ("--draft.batch 24", "16 rollouts for the draft head .* fill no batch of 24; choose more --draft.prompts"),
         ("--draft.online-sequences 9", "draft_sequences is 9; choose 0 to 8"),
-        ("--draft.microbatch.rows 4 --draft.online-sequences 3", "3 sequences .* do not split into microbatches of 4"),
+        ("--draft.microbatch.rows 4 --draft.online-sequences 3", "6 sequences .* do not split into microbatches of 4"),
         ("--microbatch.rows 0", "microbatch rows is 0"),
-        ("--microbatch.rows 5", "8 sequences .* do not split into microbatches of 5"),
+        ("--microbatch.rows 5", "16 sequences .* do not split into microbatches of 5"),
         (
             "--prompts 3 --updates-per-rollout 2",
             "3 prompts per step do not split over 1 devices and 2",
         ),
-        ("--updates-per-rollout 0", "updates_per_rollout is 0"),
+        ("--updates-per-rollout 0", "--updates-per-rollout is 0; it must be at least 1"),
         ("--temperature -0.5", "temperature is -0.5; choose a value from 0"),
+        ("--temperature 0", "--temperature is 0.0: all responses of a group would be one"),
+        ("--shape.family qwen2", "use a policy of the qwen3 or llama family"),
+        (
+            "--shape.family llama --shape.hidden-size 34 --shape.num-heads 8 --shape.num-kv-heads 1",
+            "34 is not a multiple of num_heads 8",
+        ),
+        ("--shape.num-heads 0", "--shape.num-heads is 0; it must be at least 1"),
+        ("--eval-problems 1", "--eval-problems is 1; it must be at least 2"),
         ("--max-new-tokens 0", "max_new_tokens is 0; it must be at least 1"),
         ("--draft-length -1", "draft_length is -1; it must be at least 0"),
         ("--optimizer.learning-rate 0", "learning_rate is 0.0; it must be a number above 0"),
         ("--loss.clip-low 0", "clip_low is 0.0"),
         ("--shape.num-kv-heads 3", "num_heads 2 is not a multiple of num_kv_heads 3"),
-        ("--shape.hidden-size 0", "hidden_size is 0; it must be at least 1"),
+        ("--shape.hidden-size 0", "--shape.hidden-size is 0; it must be at least 1"),
         ("--mesh data=99", "takes 99 devices but jax sees 8"),
         ("--mesh rows=2", 'unknown axis "rows"'),
+        ("--mesh fsdp=2", "--mesh fsdp=2: parameters are not split over devices yet; use data=N alone"),
         ("--seed -1", "--seed is -1"),
         ("--task jsonl", "--task jsonl needs --data"),
         ("--data some.jsonl", "--data and --reward belong to --task jsonl"),
@@ -151,6 +163,30 @@ def test_too_few_examples_are_refused(refused, models, tmp_path):
     refused("a step of 4 prompts cannot be drawn from 3 examples", *jsonl)
     refused("none of the 3 prompts has between 1 and 4 tokens", *jsonl, "--max-prompt-tokens", 4)
     refused("module of reward 'nowhere:f' cannot be imported", *jsonl, "--reward", "nowhere:f")
+
+
+@pytest.mark.ci
+def test_missing_packages_are_refused_early(refused, monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    refused(r"--wandb needs wandb, which is not installed; run pip install \"\.\[wandb\]\"", "--wandb")
+
+
+@pytest.mark.ci
+def test_every_preset_can_be_asked_for_with_its_data():
+    for preset in train_grpo.PRESETS:
+        config = parse_config(train_grpo.Config, train_grpo.PRESETS, ["--preset", preset], script="train_grpo")
+        assert config.run.preset == preset
+        assert config.fits(1)
+
+
+@pytest.mark.ci
+def test_the_automatic_mesh_leaves_out_devices_that_no_batch_fits(monkeypatch):
+    config = parse_config(train_grpo.Config, train_grpo.PRESETS, ["--preset", "demo"], script="train_grpo")
+    assert not config.fits(8)
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    assert resolve_mesh("auto", config.fits).data == 2
+    assert resolve_mesh("auto", lambda devices: False).data == 1
+    assert resolve_mesh("data=3", config.fits).data == 3
 
 
 @pytest.mark.ci

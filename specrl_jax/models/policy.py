@@ -9,7 +9,7 @@ decoding (a few new tokens per row). Steps:
 3. return the residual stream after the last layer, before the final norm, and
    at any other boundary asked for.
 
-`log_probs` turns hidden states into the policy's law over the next token.
+`logits` turns hidden states into the policy's law over the next token.
 """
 
 import dataclasses

@@ -87,13 +87,8 @@ def make_mesh(config: MeshConfig) -> Mesh:
     """A mesh with the axes `data`, `fsdp` and `tensor` over the first `config.size` devices.
 
     Raises:
-        InputError: fewer devices are present than the mesh takes, or an axis is asked for that nothing uses yet.
+        InputError: fewer devices are present than the mesh takes.
     """
-    for axis in (FSDP, TENSOR):
-        if getattr(config, axis) > 1:
-            raise InputError(
-                f"mesh {config} splits parameters along {axis}, but every device holds them whole so far; use data=N"
-            )
     devices = jax.devices()
     if config.size > len(devices):
         hint = ""

@@ -32,7 +32,7 @@ from specrl_jax.models.params import PolicyParams
 from specrl_jax.parallel.mesh import DATA
 from specrl_jax.rl.advantages import group_advantages, zero_advantage_groups
 from specrl_jax.rl.drafting import DraftExamples, DraftTraining
-from specrl_jax.rl.losses import LossConfig, loss_denominator, masked_mean, policy_loss
+from specrl_jax.rl.losses import LossConfig, loss_denominator, policy_loss
 from specrl_jax.rl.microbatches import MicrobatchConfig, over_microbatches
 from specrl_jax.rl.optimizers import OptimizerConfig, apply_gradients, make_optimizer
 from specrl_jax.rl.scoring import Scorer
@@ -182,7 +182,6 @@ class GrpoStep:
                 micro.ref_log_probs,
                 denominator,
             )
-            metrics["entropy"] = masked_mean(lax.stop_gradient(scores.entropy), mask)
             return value, (metrics, (scores.features, scores.log_law))
 
         (value, (metrics, taught)), grads = jax.value_and_grad(loss, has_aux=True)(params)

@@ -21,9 +21,9 @@ def run_stage(
     total: int,
     chunk: int,
     program: Callable[[int], Callable[[StateT], tuple[StateT, dict[str, Any]]]],
-    on_chunk: Callable[[int, int, dict[str, Any]], None],
+    on_chunk: Callable[[int, int, dict[str, Any]], bool],
 ) -> StateT:
-    """Run `total` updates in dispatches of `chunk`, from the last checkpoint in `folder` where there is one.
+    """Run at most `total` updates in dispatches of `chunk`, from the last checkpoint in `folder` where there is one.
 
     Args:
         folder: of the stage's checkpoints.
@@ -31,19 +31,21 @@ def run_stage(
         state: before the first update.
         total, chunk: updates in all, and per dispatch.
         program: `program(n)` is a compiled `state -> (state, metrics)` of `n` updates.
-        on_chunk: called with updates done, updates in this dispatch, and its metrics (steps first).
+        on_chunk: called with updates done, updates in this dispatch, and its metrics (steps first);
+            True ends the stage.
     """
     state = jax.device_put(state, NamedSharding(mesh, P()))
-    done = latest_step(folder) or 0
+    done, finished = latest_step(folder) or 0, False
     if done:
-        state, _ = restore_checkpoint(folder, state)
+        state, meta = restore_checkpoint(folder, state)
+        finished = meta["finished"]
     programs: dict[int, Callable[[StateT], tuple[StateT, dict[str, Any]]]] = {}
-    while done < total:
+    while done < total and not finished:
         count = min(chunk, total - done)
         if count not in programs:
             programs[count] = program(count)
         state, metrics = programs[count](state)
         done += count
-        on_chunk(done, count, jax.device_get(metrics))
-        save_checkpoint(folder, done, state, {"step": done}, keep=1)
+        finished = on_chunk(done, count, jax.device_get(metrics))
+        save_checkpoint(folder, done, state, {"step": done, "finished": finished}, keep=1)
     return state

@@ -1,4 +1,4 @@
-"""Tables of README.md from the files in results/: `python -m experiments.readme_tables` writes them anew.
+"""Tables of README.md from the files in results/: `python tests/readme_tables.py` writes them anew.
 
 A table stands between `<!-- table: NAME -->` and `<!-- end of table -->`.
 """

@@ -191,7 +191,7 @@ GSM8K = {
     "updates_per_rollout": 1,
     "microbatch": {"rows": 16},
     "shape": {"vocab_size": 2048, "hidden_size": 256, "intermediate_size": 768, "num_layers": 4, "num_heads": 8},
-    "warmup": {"steps": 700, "stop_loss": None, "batch": 32, "microbatch": {"rows": 4}, "focus": 0.5},
+    "warmup": {"steps": 400, "stop_loss": None, "batch": 32, "microbatch": {"rows": 4}, "focus": 0.6},
     "draft": {"prompts": 256, "samples": 4, "steps": 100, "batch": 32, "microbatch": {"rows": 8}},
     "optimizer": {"learning_rate": 0.002},
 }

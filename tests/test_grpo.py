@@ -247,6 +247,9 @@ def test_shuffled_rewards_keep_each_group():
     after = np.asarray(shuffled.reward(state, problems, trajectory)).reshape(GROUPS, SAMPLES)
     assert not np.array_equal(before, after)
     np.testing.assert_array_equal(np.sort(before, 1), np.sort(after, 1))
+    # Rewards from the host are handed out in the same way.
+    np.testing.assert_array_equal(shuffled.hand_out(state, trajectory, before.reshape(-1)), after.reshape(-1))
+    np.testing.assert_array_equal(program.hand_out(state, trajectory, before.reshape(-1)), before.reshape(-1))
 
 
 @ci

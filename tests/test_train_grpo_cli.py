@@ -1,6 +1,5 @@
 """The command line of train_grpo: bad input is refused before anything happens, killed runs resume to the same bits."""
 
-import importlib.util
 import json
 import os
 import re
@@ -167,7 +166,7 @@ def test_too_few_examples_are_refused(refused, models, tmp_path):
 
 @pytest.mark.ci
 def test_missing_packages_are_refused_early(refused, monkeypatch):
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setitem(sys.modules, "wandb", None)
     refused(r"--wandb needs wandb, which is not installed; run pip install \"\.\[wandb\]\"", "--wandb")
 
 

@@ -3,7 +3,7 @@
 JSON has no NaN and no infinity; both are written as null.
 """
 
-import importlib.util
+import importlib
 import json
 import math
 import os
@@ -151,8 +151,12 @@ def _scalars(row: Mapping[str, Any]) -> dict[str, float]:
 def check_reporters(*, tensorboard: bool, wandb: bool) -> None:
     """Raise InputError where a package that is asked for is not installed."""
     for wanted, flag, package in ((tensorboard, "tensorboard", "tensorboardX"), (wandb, "wandb", "wandb")):
-        if wanted and importlib.util.find_spec(package) is None:
-            raise InputError(f'--{flag} needs {package}, which is not installed; run pip install ".[{flag}]"')
+        if not wanted:
+            continue
+        try:
+            importlib.import_module(package)
+        except ImportError:
+            raise InputError(f'--{flag} needs {package}, which is not installed; run pip install ".[{flag}]"') from None
 
 
 def _open_tensorboard(folder: Path, resume_step: int | None) -> Any:

@@ -35,10 +35,9 @@ def demo_table() -> str:
                 "gain": _with_interval(run["accuracy_gain"], run["accuracy_gain_ci95"], "+"),
                 "acceptance length": run["acceptance_length"],
                 "entropy": run["entropy"],
-                "same tokens": run["tokens_equal"],
-                "same parameters": run["params_equal"],
-                "rollout speed-up": run["speedup_rollout"],
-                "minutes": run["wall_seconds"] / 60.0,
+                "same tokens": run.get("tokens_equal"),
+                "same parameters": run.get("params_equal"),
+                "rollout speed-up": run.get("speedup_rollout"),
             }
         )
     return markdown_table(rows)

@@ -297,7 +297,7 @@ def finished(tmp_path_factory, options, programs_are_kept):
     return out
 
 
-@pytest.mark.full
+@pytest.mark.ci
 def test_a_run_killed_between_checkpoints_resumes_to_the_same_bits(finished, options, tmp_path, monkeypatch):
     out = tmp_path / "run"
     _run_until_saved(grpo_run, 3, out, *options)
@@ -310,7 +310,7 @@ def test_a_run_killed_between_checkpoints_resumes_to_the_same_bits(finished, opt
     _assert_same_run(out, finished)
 
 
-@pytest.mark.full
+@pytest.mark.ci
 def test_the_folders_of_a_run_can_be_sampled_and_evaluated(finished, options, tmp_path, monkeypatch):
     models = ("--policy", finished / "policy", "--drafter", finished / "drafter", "--max-new-tokens", 12)
     run_script(monkeypatch, generate, *models, "--prompt", "18+29=", "1-", "--samples", 3, "--out", tmp_path / "g")

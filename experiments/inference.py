@@ -47,7 +47,7 @@ class ModelOptions:
     numerics: Literal["auto", "invariant", "plain"] = "auto"
     """Whether bits are independent of batch and draft length; auto: for float32 on a CPU."""
     mesh: str = "auto"
-    """As in data=8,fsdp=1,tensor=1; auto splits the prompts over all devices, on a CPU over two virtual ones."""
+    """As in data=8; auto splits the prompts over all devices, on a CPU over two virtual ones."""
 
 
 @dataclass(frozen=True)
@@ -148,7 +148,7 @@ def open_model(options: ModelOptions, run: RunOptions, prompts: int) -> Model:
     Raises:
         InputError: a folder is missing or damaged, its parts do not belong together, or there is no such mesh.
     """
-    mesh = make_mesh(resolve_mesh(options.mesh, lambda devices: prompts % devices == 0))
+    mesh = make_mesh(resolve_mesh(options.mesh, lambda devices: devices <= prompts))
     if options.policy is None:
         if run.preset != "smoke" or options.drafter is not None:
             raise InputError("--policy is missing; give the folder or hub name of a policy")

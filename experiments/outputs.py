@@ -81,7 +81,8 @@ def check_output(run: RunOptions, script: str, **inputs: str | None) -> None:
             "or choose another folder"
         )
     for name, given in inputs.items():
-        if given and Path(given).expanduser().resolve().is_relative_to(out.resolve()):
+        path = Path(given or "").expanduser()
+        if given and path.exists() and path.resolve().is_relative_to(out.resolve()):
             raise InputError(
                 f"--{name.replace('_', '-')} {given} lies in --out {out}, which --overwrite deletes; "
                 "choose another --out"
@@ -98,7 +99,7 @@ def open_output(run: RunOptions, config: Any, script: str, may_change: Collectio
 
     Args:
         run: the options of the run.
-        config: the script's whole configuration, a dataclass, with every automatic choice made.
+        config: the script's whole configuration, a dataclass.
         script: name of the script.
         may_change: fields, as "optimizer.learning_rate", that a resumed run may give differently.
 

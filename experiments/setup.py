@@ -127,12 +127,13 @@ def load_judge(reward: str | None, examples: Sequence[Example]) -> Reward:
 
 
 def _jsonl_workload(config: Any, tokenizer: PreTrainedTokenizerFast | None, batch: int) -> JsonlWorkload:
-    loaded = load_examples(config.data, config.layout, split=config.data_split, subset=config.data_subset)
+    loaded = load_examples(config.data, config.layout, split=config.data_split, subset=config.subset)
     train = loaded.examples[: config.data_limit]
-    test = loaded.examples[len(train) :]
+    test, duplicates = loaded.examples[len(train) :], loaded.duplicates
     if config.eval_data:
-        where = {"split": config.eval_split, "subset": config.data_subset}
-        test = load_examples(config.eval_data, config.layout, **where).examples
+        where = {"split": config.eval_split, "subset": config.subset}
+        held_out_examples = load_examples(config.eval_data, config.layout, **where)
+        test, duplicates = held_out_examples.examples, duplicates + held_out_examples.duplicates
     if not test:
         raise InputError("no held-out examples are left; give --eval-data or a smaller --data-limit")
     supervised = loaded.examples if config.eval_data else train
@@ -158,7 +159,7 @@ def _jsonl_workload(config: Any, tokenizer: PreTrainedTokenizerFast | None, batc
         _ = workload.corpus  # refuses examples without a solution
     _ = workload.prompt_width  # refuses examples of which no prompt is kept
     print(
-        f"{len(train)} RL and {len(test)} held-out examples ({loaded.duplicates} repeated rows left out); "
+        f"{len(train)} RL and {len(test)} held-out examples ({duplicates} repeated rows left out); "
         f"{problems.encoded.dropped} and {held_out.encoded.dropped} dropped for a prompt above "
         f"{config.max_prompt_tokens} tokens"
     )
@@ -198,17 +199,21 @@ def check_warm_up(warmup: Any, mesh: Mesh) -> None:
     check_microbatch(warmup.microbatch, per_device(warmup.batch, mesh, "--warmup.batch"))
 
 
-def check_draft_training(draft: Any, mesh: Mesh) -> None:
-    """Raise InputError unless the draft head's rollouts and batches split over the mesh, and there are enough of both.
+def check_draft_training(draft: Any, workload: Workload, mesh: Mesh) -> None:
+    """Raise InputError unless the draft head's batches split over the mesh and its rollouts fill one.
 
     draft: the options of the stage.
     """
     check_microbatch(draft.microbatch, per_device(draft.batch, mesh, "--draft.batch"))
-    rollouts = draft.prompts * draft.samples
-    if rollouts % mesh.shape[DATA] or rollouts < draft.batch:
+    prompts = draft.prompts
+    if isinstance(workload, JsonlWorkload):
+        prompts = min(prompts, workload.train.count)
+    devices = mesh.shape[DATA]
+    rollouts = prompts * draft.samples // devices * devices
+    if rollouts < draft.batch:
         raise InputError(
-            f"{rollouts} rollouts for the draft head do not split over {mesh.shape[DATA]} devices or fill no batch of "
-            f"{draft.batch}; choose more --draft.prompts, a smaller --draft.batch or another --mesh"
+            f"{rollouts} rollouts for the draft head of {prompts} prompts fill no batch of {draft.batch}; "
+            "choose more --draft.prompts or --draft.samples, or a smaller --draft.batch"
         )
 
 

@@ -186,7 +186,8 @@ def train_draft_head(session: Session, params: PolicyParams, key: Any, out: Path
     batch = min(settings.prompts, max(1, rows // settings.samples))
     sampler = Sampler(engine, session.mesh, "draft_data", session.config.run.seed, batch)
     trajectory = sample_all(sampler, params, None, session.workload.draft_prompts(settings.prompts))
-    corpus = to_sequences(jax.tree.map(jnp.asarray, trajectory))
+    rows = len(trajectory.lengths) // session.mesh.size * session.mesh.size
+    corpus = jax.tree.map(lambda x: x[:rows], to_sequences(jax.tree.map(jnp.asarray, trajectory)))
     scale = feature_rms(session, params, jax.tree.map(lambda x: x[: settings.microbatch.rows], corpus))
     seen = np.bincount(np.asarray(corpus.tokens)[np.asarray(corpus.mask)], minlength=session.policy.vocab_size)
     target_ids = select_draft_vocab(seen, head.draft_vocab_size)
@@ -317,6 +318,8 @@ def open_session(config: Config) -> tuple[Session, PolicyParams | None, Eagle3Pa
     # What was chosen automatically is part of the run: a resumed one must choose the same.
     config = dataclasses.replace(config, mesh=str(axes), numerics=numerics.mode)
     mesh = make_mesh(axes)
+    if mesh.size < len(jax.devices()):
+        print(f"using {mesh.size} of {len(jax.devices())} devices; choose with --mesh, and batches that split over it")
     workload = build_workload(config, mesh)
     params, policy = load_or_shape_policy(config, workload.tokenizer)
     if config.drafter is not None:
@@ -328,7 +331,7 @@ def open_session(config: Config) -> tuple[Session, PolicyParams | None, Eagle3Pa
     if params is None:
         check_warm_up(config.warmup, mesh)
     if draft is None and session.draft_length:
-        check_draft_training(config.draft, mesh)
+        check_draft_training(config.draft, workload, mesh)
     return session, params, draft
 
 

@@ -72,7 +72,7 @@ class Config:
     task: Literal["arithmetic", "jsonl"] = "arithmetic"
     data: str | None = None
     """Training examples of a jsonl task: a file, or a dataset on the Hugging Face hub."""
-    data_subset: str | None = None
+    subset: str | None = None
     """Subset of a dataset on the hub."""
     data_split: str = "train"
     """Split of --data, where it is a folder or on the hub."""
@@ -95,7 +95,7 @@ class Config:
     numerics: Literal["auto", "invariant", "plain"] = "auto"
     """Whether bits are independent of batch and draft length; auto: for float32 on a CPU."""
     mesh: str = "auto"
-    """data=N,fsdp=N,tensor=N; auto: data parallel over what is there."""
+    """data=N; auto: data parallel over the devices that are there, as far as the batches split over them."""
     steps: int = 40
     scan_steps: int = 5
     """Steps per compiled dispatch (in-graph rewards)."""
@@ -143,8 +143,10 @@ class Config:
         """Raise InputError where options contradict each other, or ask for what is not installed."""
         if self.task == "jsonl" and self.data is None:
             raise InputError("--task jsonl needs --data, a file or a dataset name")
-        if self.task == "arithmetic" and (self.data or self.reward):
-            raise InputError("--data and --reward belong to --task jsonl; arithmetic makes and judges its own problems")
+        if self.task == "arithmetic" and (self.data or self.eval_data or self.reward):
+            raise InputError(
+                "--data, --eval-data and --reward belong to --task jsonl; arithmetic makes and judges its own problems"
+            )
         check_reporters(tensorboard=self.tensorboard, wandb=self.wandb)
 
     def fits(self, devices: int) -> bool:
@@ -155,7 +157,6 @@ class Config:
             batches.append((self.warmup.batch, devices * self.warmup.microbatch.rows))
         if self.draft_length != 0 and self.drafter is None:
             batches.append((self.draft.batch, devices * self.draft.microbatch.rows))
-            batches.append((self.draft.prompts * self.draft.samples, devices))
         if self.draft_length != 0 and self.draft.online:
             kept = batches[0][0] // (devices * self.microbatch.rows) * self.draft.online_sequences
             batches.append((kept, self.draft.microbatch.rows))

@@ -192,10 +192,12 @@ def test_a_folder_belongs_to_one_script(tmp_path):
 
 def test_overwrite_spares_what_the_run_reads(tmp_path):
     run = RunOptions(out=_started(tmp_path), overwrite=True)
+    (tmp_path / "run" / "policy").mkdir()
+    (tmp_path / "other").mkdir()
     for inside in (tmp_path / "run" / "policy", tmp_path / "other" / ".." / "run" / "policy", tmp_path / "run"):
         with pytest.raises(InputError, match=r"--eval-data .* lies in --out .*, which --overwrite deletes"):
             check_output(run, SCRIPT, policy=None, eval_data=str(inside))
-    check_output(run, SCRIPT, policy=str(tmp_path / "running"), eval_data="some/dataset")
+    check_output(run, SCRIPT, policy=str(tmp_path / "other"), eval_data="some/dataset")
 
 
 def test_links_are_never_followed_by_overwrite(tmp_path):

@@ -99,7 +99,10 @@ def test_prompts_longer_than_the_cache_are_refused(refused, models):
         ("--warmup.focus 1.5", "--warmup.focus is 1.5; choose a share from 0 to 1"),
         ("--draft.unroll 0", "--draft.unroll is 0; it must be at least 1"),
         ("--draft.batch 10", "10 sequences .* do not split into microbatches of 4"),
-        ("--draft.batch 24", "16 rollouts for the draft head .* fill no batch of 24; choose more --draft.prompts"),
+        (
+            "--draft.batch 24",
+            "16 rollouts for the draft head of 16 prompts fill no batch of 24",
+        ),
         ("--draft.online-sequences 9", "draft_sequences is 9; choose 0 to 8"),
         ("--draft.microbatch.rows 4 --draft.online-sequences 3", "6 sequences .* do not split into microbatches of 4"),
         ("--microbatch.rows 0", "microbatch rows is 0"),
@@ -129,7 +132,7 @@ def test_prompts_longer_than_the_cache_are_refused(refused, models):
         ("--mesh fsdp=2", "--mesh fsdp=2: parameters are not split over devices yet; use data=N alone"),
         ("--seed -1", "--seed is -1"),
         ("--task jsonl", "--task jsonl needs --data"),
-        ("--data some.jsonl", "--data and --reward belong to --task jsonl"),
+        ("--data some.jsonl", "--data, --eval-data and --reward belong to --task jsonl"),
     ],
 )
 def test_values_out_of_range_are_refused(refused, argv, sentence):

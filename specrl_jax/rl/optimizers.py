@@ -67,7 +67,7 @@ class OptimizerConfig:
             )
 
     def for_updates(self, updates: int) -> "OptimizerConfig":
-        """This optimizer for a run of so many updates: a rate that decays reaches 0 just after the last one."""
+        """This optimizer for a run of so many updates: a rate that decays comes close to 0 at the last one."""
         if self.schedule == "constant" or self.total_steps is not None:
             return self
         return replace(self, total_steps=max(updates, self.warmup_steps) + 1)

@@ -272,7 +272,7 @@ class JsonlWorkload:
         return self.train.take(epoch_rows(self.seed, step, self.groups, self.train.count))
 
     def held_out(self, split: Split, count: int) -> tuple[Prompts, Any]:
-        """Held-out examples, at most half of them for each split, so that none is in both."""
+        """Held-out examples, at most half of them for each split, so that two or more are never in both."""
         return self.test.held_out(split, min(count, max(1, self.test.count // 2)))
 
     def draft_prompts(self, count: int) -> Prompts:

@@ -1,4 +1,4 @@
-"""Tables of README.md from the files in results/: `python tests/readme_tables.py` writes them anew.
+"""Tables of README.md from the files in results/: `PYTHONPATH=. python tests/readme_tables.py` writes them anew.
 
 A table stands between `<!-- table: NAME -->` and `<!-- end of table -->`.
 """
@@ -37,7 +37,6 @@ def demo_table() -> str:
                 "entropy": run["entropy"],
                 "same tokens": run.get("tokens_equal"),
                 "same parameters": run.get("params_equal"),
-                "rollout speed-up": run.get("speedup_rollout"),
             }
         )
     return markdown_table(rows)

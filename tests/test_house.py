@@ -149,7 +149,7 @@ def test_the_readme_has_its_two_commands_in_one_line_each():
 
 def test_the_tables_of_the_readme_equal_the_results():
     text = (ROOT / "README.md").read_text()
-    assert with_tables(text) == text, "run python tests/readme_tables.py"
+    assert with_tables(text) == text, "run PYTHONPATH=. python tests/readme_tables.py"
     # The check sees a changed figure.
     changed = re.sub(r"(<!-- table: .*?\d\.\d)(\d)", lambda m: m[1] + str(9 - int(m[2])), text, flags=re.S)
     assert with_tables(changed) == text != changed

@@ -6,7 +6,6 @@ import os
 import re
 import subprocess
 import sys
-import time
 import tomllib
 from pathlib import Path
 
@@ -166,8 +165,7 @@ def test_ci_runs_the_command_of_the_readme():
 
 
 @pytest.mark.parametrize("path", SCRIPTS, ids=_name)
-def test_scripts_explain_themselves_quickly_and_without_a_device(path):
-    start = time.monotonic()
+def test_scripts_explain_themselves_without_a_device(path):
     done = subprocess.run(
         [sys.executable, "-m", f"experiments.{path.stem}", "--help"],
         cwd=ROOT,
@@ -177,7 +175,5 @@ def test_scripts_explain_themselves_quickly_and_without_a_device(path):
         text=True,
     )
     assert done.returncode == 0, done.stderr
-    # 3 s when the machine is quiet.
-    assert time.monotonic() - start < 20
     for option in ("--preset", "smoke", "--seed", "--out"):
         assert option in done.stdout

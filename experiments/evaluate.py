@@ -22,12 +22,13 @@ from experiments.inference import (
     ProblemOptions,
     SamplingFlags,
     SamplingOptions,
+    check_run,
     figures,
     open_model,
     open_problems,
     sample,
 )
-from experiments.outputs import check_output, markdown_table, open_output, provenance, write_results
+from experiments.outputs import markdown_table, open_output, provenance, write_results
 from specrl_jax.errors import InputError
 from specrl_jax.rl.pass_at_k import mean_ci95, pass_at_k
 from specrl_jax.rl.rewards import RIGHT
@@ -99,13 +100,7 @@ def pass_rates(rewards: Float[np.ndarray, "p n"], ks: tuple[int, ...]) -> list[d
 
 def main(config: Config) -> None:
     """Check everything, sample, judge, write and print."""
-    check_output(
-        config.run,
-        SCRIPT,
-        policy=config.model.policy,
-        drafter=config.model.drafter,
-        data=config.problem.data,
-    )
+    check_run(config.run, SCRIPT, config.model, config.problem)
     model = open_model(config.model, config.run, config.problem.problems)
     engine = model.engine(config.sampling)
     workload = open_problems(config.problem, model.tokenizer, config.reward, judged=True)

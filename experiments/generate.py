@@ -21,12 +21,13 @@ from experiments.inference import (
     ProblemOptions,
     SamplingFlags,
     SamplingOptions,
+    check_run,
     figures,
     open_model,
     open_problems,
     sample,
 )
-from experiments.outputs import check_output, markdown_table, open_output, provenance, write_results
+from experiments.outputs import markdown_table, open_output, provenance, write_results
 from specrl_jax.data.jsonl import encode_examples
 from specrl_jax.data.layouts import Example
 from specrl_jax.data.prompts import Prompts
@@ -96,13 +97,7 @@ def rows_of(tokenizer: PreTrainedTokenizerFast, trajectory: Trajectory) -> list[
 
 def main(config: Config) -> None:
     """Check everything, sample, write and print."""
-    check_output(
-        config.run,
-        SCRIPT,
-        policy=config.model.policy,
-        drafter=config.model.drafter,
-        data=config.problem.data,
-    )
+    check_run(config.run, SCRIPT, config.model, config.problem)
     if not config.prompt and config.problem.task is None and config.model.policy is not None:
         raise InputError("there is nothing to respond to; give --prompt TEXT or --task arithmetic")
     model = open_model(config.model, config.run, len(config.prompt) or config.problem.problems)

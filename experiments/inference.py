@@ -11,6 +11,7 @@ from jax.sharding import PartitionSpec as P
 from transformers import PreTrainedTokenizerFast
 
 from experiments.common import RunOptions, check_least, progress
+from experiments.outputs import check_output
 from experiments.setup import arithmetic_workload, default_numerics, draft_head_config, load_judge, resolve_mesh
 from specrl_jax.data.jsonl import load_examples
 from specrl_jax.data.prompts import Prompts
@@ -140,6 +141,11 @@ class Model:
             draft = init_eagle3(draft_key, self.drafter.config, policy=params)
         params, draft = jax.device_put((params, draft), NamedSharding(self.mesh, P()))
         return replace(self, params=params, draft=draft)
+
+
+def check_run(run: RunOptions, script: str, model: ModelOptions, problem: ProblemOptions) -> None:
+    """Refuse an output folder as `check_output` does, with the inputs of a script."""
+    check_output(run, script, policy=model.policy, drafter=model.drafter, data=problem.data)
 
 
 def open_model(options: ModelOptions, run: RunOptions, prompts: int) -> Model:

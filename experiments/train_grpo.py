@@ -182,8 +182,8 @@ def train_draft_head(session: Session, params: PolicyParams, key: Any, out: Path
         return restore_checkpoint(checkpoints, blank)[0].draft
     engine = session.engine(0, settings.samples, session.config.temperature)
     # As many rows at once as in a GRPO step.
-    rows = session.config.prompts * session.config.samples
-    batch = min(settings.prompts, max(1, rows // settings.samples))
+    per_step = session.config.prompts * session.config.samples
+    batch = min(settings.prompts, max(1, per_step // settings.samples))
     sampler = Sampler(engine, session.mesh, "draft_data", session.config.run.seed, batch)
     trajectory = sample_all(sampler, params, None, session.workload.draft_prompts(settings.prompts))
     rows = len(trajectory.lengths) // session.mesh.size * session.mesh.size
@@ -213,7 +213,6 @@ def train_draft_head(session: Session, params: PolicyParams, key: Any, out: Path
             program=program,
             on_chunk=report,
         )
-    save_drafter(out / "drafter", session.drafter, state.draft)
     return state.draft
 
 
@@ -346,6 +345,7 @@ def main(config: Config) -> None:
         params = warm_up(session, init_params(model_key, session.policy), out)
     if draft is None and session.draft_length:
         draft = train_draft_head(session, params, draft_key, out)
+        save_drafter(out / "drafter", session.drafter, draft)
     start_from = Start(params, draft, params if config.loss.kl_coef > 0 else None)
     runs = [("GRPO", out, session.draft_length)]
     if config.compare and session.draft_length:

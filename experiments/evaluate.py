@@ -53,7 +53,7 @@ class Config:
     def __post_init__(self) -> None:
         if self.reward and self.problem.task == "arithmetic":
             raise InputError("--reward belongs to --task jsonl; arithmetic judges its own problems")
-        if self.sampling.temperature == 0 and self.sampling.samples > 1:
+        if self.sampling.law.temperature == 0 and self.sampling.samples > 1:
             raise InputError(
                 f"--samples is {self.sampling.samples} at --temperature 0, where all samples are the same; "
                 "use --samples 1 or a temperature above 0"

@@ -12,6 +12,7 @@ from transformers import PreTrainedTokenizerFast
 
 from experiments.common import RunOptions, check_least, progress
 from experiments.outputs import check_output
+from experiments.rollout_options import LawFlags, LawOptions, SpeculationFlags, SpeculationOptions
 from experiments.setup import arithmetic_workload, default_numerics, draft_head_config, load_judge, resolve_mesh
 from specrl_jax.data.jsonl import load_examples
 from specrl_jax.data.prompts import Prompts
@@ -28,7 +29,6 @@ from specrl_jax.models.presets import PRESETS
 from specrl_jax.parallel.mesh import make_mesh
 from specrl_jax.rl.rewards import answer_reward
 from specrl_jax.rollout.engine import RolloutConfig, RolloutEngine
-from specrl_jax.rollout.sampling import SamplingLaw
 from specrl_jax.rollout.trajectory import Trajectory
 from specrl_jax.training.sampling import Sampler, concatenate
 from specrl_jax.training.speculation import response_metrics
@@ -57,13 +57,11 @@ class SamplingOptions:
 
     samples: int = 1
     """Responses per prompt."""
-    temperature: float = 1.0
-    """0 is greedy."""
     max_new_tokens: int = 256
-    draft_length: int | None = None
-    """Drafts per round, 0 for none; by default 3 with a drafter."""
     batch: int = 256
     """Responses sampled together, at most."""
+    law: LawFlags = LawOptions()
+    speculation: SpeculationFlags = SpeculationOptions()
 
     def __post_init__(self) -> None:
         check_least("", self, samples=1, batch=1)
@@ -120,15 +118,15 @@ class Model:
 
     def engine(self, sampling: SamplingOptions) -> RolloutEngine:
         """The rollout engine; InputError when an option is out of range or does not fit the policy."""
-        draft_length = sampling.draft_length
+        draft_length = sampling.speculation.draft_length
         if draft_length is None:
             draft_length = 0 if self.drafter is None else 3
         rollout = RolloutConfig(
             max_new_tokens=sampling.max_new_tokens,
             samples_per_prompt=sampling.samples,
             draft_length=draft_length,
-            end_ids=end_ids(self.tokenizer),
-            law=SamplingLaw(sampling.temperature),
+            law=sampling.law.law(end_ids(self.tokenizer)),
+            rule=sampling.speculation.verification,
         )
         return RolloutEngine(self.policy, rollout, self.numerics, self.drafter if draft_length else None)
 
@@ -242,6 +240,7 @@ def figures(model: Model, engine: RolloutEngine, sampled: Sampled) -> dict[str, 
         "prompts": len(sampled.trajectory.prompts.lengths),
         "samples": engine.config.samples_per_prompt,
         "temperature": law.temperature,
+        "rule": repr(engine.config.rule),
         "draft_length": engine.config.draft_length,
         "dtype": model.policy.dtype,
         "numerics": model.numerics.mode,

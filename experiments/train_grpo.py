@@ -83,23 +83,25 @@ class Session:
     @property
     def draft_length(self) -> int:
         """Drafts per round of the speculative arm."""
-        return 3 if self.config.draft_length is None else self.config.draft_length
+        chosen = self.config.speculation.draft_length
+        return 3 if chosen is None else chosen
 
-    def engine(self, draft_length: int, samples: int, temperature: float) -> RolloutEngine:
-        """A rollout engine of this policy and drafter."""
+    def engine(self, draft_length: int, samples: int, temperature: float | None = None) -> RolloutEngine:
+        """A rollout engine of this policy and drafter, by default at the run's temperature."""
         rollout = RolloutConfig(
             max_new_tokens=self.config.max_new_tokens,
             samples_per_prompt=samples,
             draft_length=draft_length,
-            end_ids=self.workload.end_ids,
-            law=SamplingLaw(temperature),
+            law=self.config.law.law(self.workload.end_ids, temperature),
+            rule=self.config.speculation.verification,
         )
         return RolloutEngine(self.policy, rollout, self.numerics, self.drafter if draft_length else None)
 
     @property
     def scorer(self) -> Scorer:
         """The training forward."""
-        return Scorer(self.policy, SamplingLaw(self.config.temperature), self.numerics)
+        law = self.config.law.law(self.workload.end_ids)
+        return Scorer(self.policy, law.full if self.config.loss_on == "full" else law, self.numerics)
 
     def draft_training(self, optimizer: OptimizerConfig, microbatch: MicrobatchConfig) -> DraftTraining:
         """Training of the draft head; its own forwards of the policy need no invariant bits."""
@@ -124,8 +126,8 @@ class Session:
         drafting = (
             self.draft_training(draft.online_optimizer.for_updates(config.steps), draft.microbatch) if online else None
         )
-        engine = self.engine(draft_length, config.samples, config.temperature)
-        step = GrpoStep(engine, self.scorer, update, drafting, config.run.seed)
+        engine = self.engine(draft_length, config.samples)
+        step = GrpoStep(engine, self.scorer, update, drafting, config.run.seed, config.couple_epochs)
         return GrpoProgram(step, self.mesh, config.prompts, self.workload.in_graph, config.shuffle_rewards)
 
 
@@ -180,7 +182,7 @@ def train_draft_head(session: Session, params: PolicyParams, key: Any, out: Path
     if latest_step(checkpoints) == settings.steps:  # a resumed run needs no rollouts for it
         blank = offline.init(init_eagle3(key, head, np.arange(head.draft_vocab_size)))
         return restore_checkpoint(checkpoints, blank)[0].draft
-    engine = session.engine(0, settings.samples, session.config.temperature)
+    engine = session.engine(0, settings.samples)
     # As many rows at once as in a GRPO step.
     per_step = session.config.prompts * session.config.samples
     batch = min(settings.prompts, max(1, per_step // settings.samples))

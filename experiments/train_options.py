@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from experiments.common import Run, RunOptions, check_least
+from experiments.rollout_options import LawFlags, LawOptions, SpeculationFlags, SpeculationOptions
 from experiments.setup import PolicyShape
 from specrl_jax.errors import InputError
 from specrl_jax.models.config import Dtype
@@ -105,13 +106,16 @@ class Config:
     """Responses per prompt."""
     max_prompt_tokens: int = 256
     max_new_tokens: int = 224
-    temperature: float = 1.0
-    draft_length: int | None = None
-    """Drafts per round, 0 for none; by default 3."""
+    law: LawFlags = LawOptions()
+    speculation: SpeculationFlags = SpeculationOptions()
+    couple_epochs: bool = False
+    """Give a prompt the same noise in every epoch, so that its earlier response is a likely draft."""
     updates_per_rollout: int = 2
     epochs: int = 1
     microbatch: MicrobatchConfig = MicrobatchConfig(16, (0.27, 0.4, 0.7, 1.0))
     recompute_logprobs: bool = False
+    loss_on: Literal["support", "full"] = "support"
+    """support: log-probs of the law that was sampled, filters included; full: without top-k, top-p and min-p."""
     normalize_std: bool = True
     loss: LossConfig = LossConfig(clip_low=0.2, clip_high=0.28)
     optimizer: OptimizerConfig = OptimizerConfig(
@@ -136,7 +140,7 @@ class Config:
         check_least("", self, steps=1, scan_steps=1, prompts=1, samples=2, max_prompt_tokens=1, data_limit=1)
         check_least("", self, updates_per_rollout=1, epochs=1)
         check_least("", self, eval_problems=2, eval_every=0, sample_every=0)
-        if self.temperature == 0.0:
+        if self.law.temperature == 0.0:
             raise InputError("--temperature is 0.0: all responses of a group would be one; choose a value above 0")
 
     def check(self) -> None:
@@ -147,6 +151,11 @@ class Config:
             raise InputError(
                 "--data, --eval-data and --reward belong to --task jsonl; arithmetic makes and judges its own problems"
             )
+        needs = "--loss.importance-cap is 0; correct for the difference with a value such as 2"
+        if self.speculation.lenience > 1.0 and self.loss.importance_cap == 0.0:
+            raise InputError(f"--lenience {self.speculation.lenience} changes the law of the responses and {needs}")
+        if self.loss_on == "full" and self.loss.importance_cap == 0.0:
+            raise InputError(f"--loss-on full is not the law that responses are drawn from and {needs}")
         check_reporters(tensorboard=self.tensorboard, wandb=self.wandb)
 
     def fits(self, devices: int) -> bool:
@@ -155,9 +164,9 @@ class Config:
         batches = [(self.prompts * self.samples, parts * self.microbatch.rows)]
         if self.policy is None:
             batches.append((self.warmup.batch, devices * self.warmup.microbatch.rows))
-        if self.draft_length != 0 and self.drafter is None:
+        if self.speculation.draft_length != 0 and self.drafter is None:
             batches.append((self.draft.batch, devices * self.draft.microbatch.rows))
-        if self.draft_length != 0 and self.draft.online:
+        if self.speculation.draft_length != 0 and self.draft.online:
             kept = batches[0][0] // (devices * self.microbatch.rows) * self.draft.online_sequences
             batches.append((kept, self.draft.microbatch.rows))
         return self.prompts % parts == 0 and all(count % divisor == 0 for count, divisor in batches)

@@ -12,10 +12,11 @@ from specrl_jax.drafters import eagle3
 from specrl_jax.drafters.eagle3 import Eagle3Drafter
 from specrl_jax.drafters.eagle3_folder import drafter_tensors
 from specrl_jax.drafters.eagle3_params import Eagle3Config, default_boundaries, init_eagle3, select_draft_vocab
-from specrl_jax.drafters.protocol import Drafter
+from specrl_jax.drafters.protocol import Choice, Drafter
 from specrl_jax.errors import InputError
 from specrl_jax.models.config import PolicyConfig
 from specrl_jax.models.params import init_params
+from specrl_jax.models.tree import Tree
 
 pytestmark = pytest.mark.ci
 
@@ -53,9 +54,16 @@ class Recorder:
         self.forced = forced
         self.logits = []
 
-    def __call__(self, logits, target_ids, step):
-        self.logits.append(logits)
-        return target_ids[logits.argmax(-1)] if self.forced is None else self.forced[:, step]
+    def __call__(self, logits, target_ids, before, count):
+        self.logits.append(logits[:, 0])
+        token = target_ids[logits.argmax(-1)] if self.forced is None else self.forced[:, before.shape[2]][:, None]
+        return Choice(token[..., None])
+
+
+def propose(drafter, params, embed, state, drafts, choose):
+    """Drafted tokens of a chain, `[r, k]`."""
+    sequence = jnp.arange(len(state.length), dtype=jnp.int32)
+    return drafter.propose(params, embed, state, sequence, Tree.chain(drafts), choose).token
 
 
 def committed(head, counts, capacity=WIDTH):
@@ -66,7 +74,7 @@ def committed(head, counts, capacity=WIDTH):
 
 def proposed(head, state, drafts=DRAFTS):
     recorder = Recorder()
-    tokens = DRAFTER.propose(head[0], head[1], state, drafts, recorder)
+    tokens = propose(DRAFTER, head[0], head[1], state, drafts, recorder)
     return np.asarray(tokens), np.stack(recorder.logits, 1)
 
 
@@ -120,7 +128,7 @@ def test_rounds_leave_what_one_commit_of_the_accepted_pairs_leaves(head):
     rounds = np.array([[3, 4, 1, 2, 4], [0, 2, 3, 0, 4], [2, 0, 0, 1, 4], [1, 3, 4, 0, 0]])
     state = DRAFTER.init_state(ROWS, WIDTH)
     for counts in rounds:
-        DRAFTER.propose(params, embed, state, DRAFTS, Recorder())
+        propose(DRAFTER, params, embed, state, DRAFTS, Recorder())
         slots = np.minimum(np.asarray(state.length)[:, None] + np.arange(4), WIDTH - 1)
         taken = np.arange(4) < counts[:, None]
         rows = np.arange(ROWS)[:, None]
@@ -180,7 +188,7 @@ def test_drafting_goes_on_past_the_trained_length():
     features = jax.random.normal(keys[3], (1, slots, 3 * config.hidden_size))
     state = drafter.commit(params, embed, drafter.init_state(1, slots), tokens, features, jnp.array([slots]))
     recorder = Recorder()
-    drafts = np.asarray(drafter.propose(params, embed, state, 3, recorder))[0]
+    drafts = np.asarray(propose(drafter, params, embed, state, 3, recorder))[0]
     reference = Head(drafter_tensors(params, config), config, embed)
     expected = reference.chain_logits(np.asarray(tokens[0]), np.asarray(features[0]), drafts[:-1])
     np.testing.assert_allclose(np.stack(recorder.logits)[:, 0], expected, atol=1e-3)
@@ -193,9 +201,9 @@ def test_bfloat16_runs_and_stays_near(head):
     state = drafter.init_state(ROWS, WIDTH)
     state = drafter.commit(low, embed, state, tokens, features, jnp.full((ROWS,), WIDTH))
     recorder = Recorder(forced=tokens)
-    drafter.propose(low, embed, state, DRAFTS, recorder)
+    propose(drafter, low, embed, state, DRAFTS, recorder)
     wide = Recorder(forced=tokens)
-    DRAFTER.propose(params, embed, committed(head, [WIDTH] * ROWS), DRAFTS, wide)
+    propose(DRAFTER, params, embed, committed(head, [WIDTH] * ROWS), DRAFTS, wide)
     assert recorder.logits[0].dtype == jnp.float32
     np.testing.assert_allclose(np.stack(recorder.logits), np.stack(wide.logits), atol=0.2)
 

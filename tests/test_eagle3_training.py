@@ -23,7 +23,9 @@ from specrl_jax.drafters.eagle3_training import (
     draft_loss,
     ttt_logits,
 )
+from specrl_jax.drafters.protocol import Choice
 from specrl_jax.errors import InputError
+from specrl_jax.models.tree import Tree
 
 pytestmark = pytest.mark.ci
 
@@ -68,11 +70,11 @@ def served_logits(config, params, embed, tokens, features, steps):
     state = drafter.commit(params, embed, drafter.init_state(slots, slots), *pairs, counts)
     logits = []
 
-    def force(scores, target_ids, step):
-        logits.append(scores)
-        return following[counts + 1 + step]
+    def force(scores, target_ids, before, count):
+        logits.append(scores[:, 0])
+        return Choice(following[counts + 1 + before.shape[2]][:, None, None])
 
-    drafter.propose(params, embed, state, steps, force)
+    drafter.propose(params, embed, state, counts, Tree.chain(steps), force)
     return jnp.stack(logits)
 
 
@@ -312,7 +314,11 @@ def test_training_raises_agreement_and_served_acceptance():
         pairs = held_out.tokens[:, 1:], held_out.features[:, :-1]
         head = Eagle3Params(weights, params.target_ids)
         state = drafter.commit(head, embed, drafter.init_state(rows, 24), *pairs, jnp.full((rows,), 23))
-        drafts = drafter.propose(head, embed, state, 3, lambda logits, ids, step: ids[logits.argmax(-1)])
+
+        def best(logits, ids, before, count):
+            return Choice(ids[logits.argmax(-1)][..., None])
+
+        drafts = drafter.propose(head, embed, state, jnp.arange(rows), Tree.chain(3), best).token
         known = jnp.concatenate([held_out.tokens[:, -2:], drafts], axis=1)
         equal = law[known[:, :-2], known[:, 1:-1]].argmax(-1) == drafts
         return metrics, jnp.cumprod(equal.astype(jnp.int32), axis=1).sum(1).mean()

@@ -29,6 +29,7 @@ from specrl_jax.rl.optimizers import OptimizerConfig
 from specrl_jax.rl.program import GrpoProgram
 from specrl_jax.rl.scoring import Scorer
 from specrl_jax.rollout.engine import RolloutConfig, RolloutEngine
+from specrl_jax.rollout.rules import Match, Ratio
 from specrl_jax.rollout.sampling import SamplingLaw
 
 ci, full = pytest.mark.ci, pytest.mark.full
@@ -62,11 +63,26 @@ def initial():
     return params, init_eagle3(jax.random.key(1), HEAD, policy=params)
 
 
-def make_program(draft_length, *, online=True, numerics=INVARIANT, data=1, updates=2, **changes):
-    law = SamplingLaw(1.0)
-    rollout = RolloutConfig(12, SAMPLES, draft_length, (TABLE.end_id,), law, ladder=(1.0,))
+LAW = SamplingLaw(1.0, end_ids=(TABLE.end_id,))
+FILTERED = SamplingLaw(0.8, top_k=9, top_p=0.95, repetition_penalty=1.3, min_new_tokens=2, end_ids=(TABLE.end_id,))
+
+
+def make_program(
+    draft_length,
+    *,
+    online=True,
+    numerics=INVARIANT,
+    data=1,
+    updates=2,
+    law=LAW,
+    loss_law=None,
+    rule=None,
+    couple_epochs=False,
+    **changes,
+):
+    rollout = RolloutConfig(12, SAMPLES, draft_length, law, rule or Match(), ladder=(1.0,))
     engine = RolloutEngine(POLICY, rollout, numerics, Eagle3Drafter(HEAD) if draft_length else None)
-    scorer = Scorer(POLICY, law, numerics)
+    scorer = Scorer(POLICY, loss_law or law, numerics)
     online = online and draft_length > 0
     drafting = DraftTraining(scorer, HEAD, DraftLossConfig(2), OptimizerConfig(1e-2), MicrobatchConfig(2, (1.0,)))
     update = UpdateConfig(
@@ -77,7 +93,7 @@ def make_program(draft_length, *, online=True, numerics=INVARIANT, data=1, updat
         draft_sequences=2 if online else 0,
     )
     update = dataclasses.replace(update, **changes)
-    step = GrpoStep(engine, scorer, update, drafting if online else None, seed=0)
+    step = GrpoStep(engine, scorer, update, drafting if online else None, 0, couple_epochs)
     return GrpoProgram(step, make_mesh(MeshConfig(data)), GROUPS, EvenSum())
 
 
@@ -276,6 +292,60 @@ def test_microbatches_add_up_whatever_their_width():
         total, rows = jax.jit(lambda c=config: over_microbatches(fn, jnp.int32(2), values, lengths, c))()
         assert int(total) == 2 * int(values.sum())
         np.testing.assert_array_equal(rows, values[sorted_order(lengths)])
+
+
+@ci
+def test_a_filtered_law_trains_on_its_support_to_the_same_bits():
+    """Filters and penalties, with and without speculation; the first update is on-policy."""
+    runs = []
+    for draft_length in (0, 3):
+        program = make_program(draft_length, law=FILTERED, updates=1)
+        state, outputs = program.scanned(1)(first_state(program))
+        runs.append((state, *outputs))
+    plain, spec = runs
+    for name in ("tokens", "log_probs", "thresholds", "lengths"):
+        np.testing.assert_array_equal(getattr(plain[2], name), getattr(spec[2], name))
+    assert sha(plain[0].params) == sha(spec[0].params) != sha(initial()[0])
+    assert float(spec[1]["ratio"][0]) == 1.0
+    assert float(spec[1]["excluded_tokens"][0]) == 0.0
+    assert all(np.isfinite(x).all() for x in jax.tree.leaves((spec[0].draft, spec[1])))
+
+
+CORRECTED = LossConfig(clip_high=0.28, importance_cap=2.0)
+
+
+@ci
+@pytest.mark.parametrize("kind", ["lenience", "full"])
+def test_what_is_not_drawn_from_the_loss_law_is_corrected(kind):
+    """Old log-probs are the training forward's, behaviour log-probs the rollout's; their ratio weights the tokens."""
+    choice = {"rule": Ratio(lenience=3.0)} if kind == "lenience" else {"law": FILTERED, "loss_law": FILTERED.full}
+    with pytest.raises(InputError, match="importance_cap"):
+        make_program(3, **choice)
+    program = make_program(3, updates=1, loss=CORRECTED, **choice)
+    state = first_state(program)
+    prompts, problems = program.issue(state)
+    trajectory = program.rollout(state, prompts)
+    prepared = program.prepare(state, trajectory)
+    sequences, _ = prepared
+    mask = np.asarray(sequences.mask)
+    drift = np.asarray(sequences.log_probs, np.float64)[mask] - np.asarray(sequences.behaviour)[mask]
+    assert np.abs(drift).max() > 0.05
+    if kind == "full":
+        assert drift.max() < 1e-5  # on its support the filtered law has more than the full one
+    _, metrics, _ = program.update(state, trajectory, prepared, program.reward(state, problems, trajectory))
+    np.testing.assert_allclose(metrics["importance_weight"], np.minimum(np.exp(drift), 2.0).mean(), rtol=1e-5)
+    assert float(metrics["ratio"]) == 1.0  # new against old policy, whatever the behaviour
+
+
+@ci
+def test_coupled_epochs_give_a_prompt_the_same_noise_at_every_update():
+    for coupled in (False, True):
+        step = make_program(0, couple_epochs=coupled).step
+        state = first_state(make_program(0))
+        prompts, _ = make_program(0).issue(state)
+        later = dataclasses.replace(state, updates=state.updates + 7)
+        same = np.array_equal(step.noise_keys(state, prompts), step.noise_keys(later, prompts))
+        assert same == coupled
 
 
 @ci

@@ -288,12 +288,48 @@ def test_means_add():
         ({"clip_high": float("nan")}, "clip_high is nan"),
         ({"kl_coef": -1.0}, "kl_coef is -1.0"),
         ({"aggregation": "batch"}, "aggregation is 'batch'"),
+        ({"importance_cap": -1.0}, "importance_cap is -1.0"),
+        ({"importance_cap": float("inf")}, "importance_cap is inf"),
     ],
 )
 def test_config_out_of_range(fields, words, monkeypatch):
     monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)  # it would refuse the unknown word first
     with pytest.raises(InputError, match=words):
         LossConfig(**fields)
+
+
+@pytest.mark.parametrize("aggregation", ["token", "sequence"])
+def test_importance_weights_scale_the_surrogate_of_each_token(aggregation):
+    """min(p_old / p_behaviour, cap), float64; the KL is not weighted, and no gradient flows through the weight."""
+    config = LossConfig(kl_coef=0.1, aggregation=aggregation, importance_cap=1.3)
+    without, with_kl = (LossConfig(kl_coef=coef, aggregation=aggregation) for coef in (0.0, 0.1))
+    log_probs, old, advantages, mask, ref = make_batch()
+    behaviour = (old + np.random.default_rng(9).normal(0.0, 0.4, old.shape)).astype(np.float32)
+    weights = np.minimum(np.exp(old.astype(np.float64) - behaviour), 1.3)
+    assert (weights[mask] == 1.3).any()
+    assert (weights[mask] < 1.3).any()
+    arrays = [jnp.asarray(x) for x in (old, advantages, mask)]
+
+    def loss(lp):
+        return policy_loss(lp, *arrays, config, jnp.asarray(ref), None, jnp.asarray(behaviour))
+
+    (value, metrics), gradient = jax.jit(jax.value_and_grad(loss, has_aux=True))(jnp.asarray(log_probs))
+    expected, slope = 0.0, np.zeros(mask.shape)
+    for index in zip(*np.nonzero(mask), strict=True):
+        # One token alone: its share of the loss without KL, times its weight; and the KL as it was.
+        alone = np.zeros_like(mask)
+        alone[index] = True
+        sequences, tokens = mask.any(1).sum(), mask.sum()
+        share = 1 / tokens if aggregation == "token" else 1 / (sequences * mask[index[0]].sum())
+        args = (old, advantages, alone)
+        surrogate, _ = reference_loss(log_probs, *args, without, ref)
+        kl = reference_loss(log_probs, *args, with_kl, ref)[0] - surrogate
+        expected += share * (weights[index] * surrogate + kl)
+        pulls = [reference_gradient(log_probs, *args, c, ref)[index] for c in (without, with_kl)]
+        slope[index] = share * (weights[index] * pulls[0] + pulls[1] - pulls[0])
+    np.testing.assert_allclose(value, expected, rtol=5e-6)
+    np.testing.assert_allclose(gradient, slope, atol=5e-7, rtol=5e-5)
+    np.testing.assert_allclose(metrics["importance_weight"].value, weights[mask].mean(), rtol=1e-6)
 
 
 def test_kl_needs_a_reference():

@@ -222,7 +222,8 @@ DRAWS = 2**17
 
 @functools.partial(jax.jit, static_argnums=(0,))
 def draw(law, log_p, keys, positions, ids):
-    return law.choose(jnp.broadcast_to(log_p, (positions.shape[0], log_p.shape[-1])), keys, positions, ids)
+    scores = jnp.broadcast_to(log_p, (positions.shape[0], log_p.shape[-1]))
+    return jnp.argmax(law.perturbed(scores, keys, positions, ids), axis=-1)
 
 
 def draw_many(p, positions=None, ids=None, keys=None):

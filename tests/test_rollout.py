@@ -28,15 +28,17 @@ from tiny import (
     tiny_prompts,
 )
 
+from specrl_jax.drafters.protocol import Choice
 from specrl_jax.errors import InputError
 from specrl_jax.models.config import PolicyConfig
 from specrl_jax.models.numerics import Numerics
 from specrl_jax.models.policy import forward, grid_batch, logits, sequence_positions
+from specrl_jax.models.tree import Tree
 from specrl_jax.rl.microbatches import MicrobatchConfig
 from specrl_jax.rl.scoring import Scorer
 from specrl_jax.rollout.engine import RolloutConfig, RolloutEngine
 from specrl_jax.rollout.noise import gumbel_noise
-from specrl_jax.rollout.sampling import SamplingLaw
+from specrl_jax.rollout.sampling import Context, SamplingLaw
 from specrl_jax.rollout.trajectory import to_sequences
 
 ci = pytest.mark.ci
@@ -69,8 +71,8 @@ def quick_or_full(cases):
 
 
 def engine_of(setup, draft_length, drafter=None, *, samples=SAMPLES, new=NEW, ends=ENDS, ladder=(1.0,)):
-    law = SamplingLaw(setup.temperature)
-    config = RolloutConfig(new, samples, draft_length, ends, law, ladder, smallest_rung=1)
+    law = SamplingLaw(setup.temperature, end_ids=ends)
+    config = RolloutConfig(new, samples, draft_length, law, ladder=ladder, smallest_rung=1)
     return RolloutEngine(setup.policy, config, setup.numerics, drafter)
 
 
@@ -445,11 +447,13 @@ def test_counts_of_an_eagle3_head_are_those_of_a_replay():
         state = drafter.commit(draft, params.embed, state, tokens, features, counts)
         keys, law = keys_of(PROMPTS, SAMPLES)[rows], SamplingLaw(setup.temperature)
 
-        def choose(scores, target_ids, step):
-            noise = gumbel_noise(keys, emitted + jnp.int32(step), target_ids)
-            return target_ids[jnp.argmax(law.log_law(scores) + noise, axis=-1)]
+        def choose(scores, target_ids, before, count):
+            position = emitted + before.shape[2]
+            log_law = law.log_law(scores[:, 0], Context(position), target_ids)
+            best = jnp.argmax(log_law + gumbel_noise(keys, position, target_ids), axis=-1)
+            return Choice(target_ids[best][:, None, None])
 
-        return drafter.propose(draft, params.embed, state, 3, choose)
+        return drafter.propose(draft, params.embed, state, rows, Tree.chain(3), choose).token
 
     drafts = dict(zip(starts, np.asarray(propose(params, draft)).tolist(), strict=True))
     expected = recount(ours, lambda row, emitted: drafts[row, emitted], 3)

@@ -33,12 +33,12 @@ from specrl_jax.rollout.trajectory import Trajectory
 
 pytestmark = pytest.mark.ci
 PLAUSIBLE = 1e-4
-LAW = SamplingLaw(0.8)
 PROMPT, ENDS = [4, 17, 9], (1, 7)
+LAW = SamplingLaw(0.8, end_ids=ENDS)
 
 
 def engine_of(numerics, draft_length, drafter=None, *, samples=3, new=28, law=LAW, ladder=(1.0,)):
-    return RolloutEngine(POLICY, RolloutConfig(new, samples, draft_length, ENDS, law, ladder), numerics, drafter)
+    return RolloutEngine(POLICY, RolloutConfig(new, samples, draft_length, law, ladder=ladder), numerics, drafter)
 
 
 # The law.
@@ -143,7 +143,8 @@ def over_mesh(engine, devices):
         return trajectory.replace(stats=jax.lax.psum(trajectory.stats, DATA), entropy_sum=jnp.float32(0.0))
 
     rows = P(DATA)
-    out = Trajectory(prompts=rows, tokens=rows, log_probs=rows, lengths=rows, ended=rows, entropy_sum=P(), stats=P())
+    names = ("prompts", "tokens", "log_probs", "thresholds", "lengths", "ended")
+    out = Trajectory(**dict.fromkeys(names, rows), entropy_sum=P(), stats=P())
     mesh = make_mesh(MeshConfig(data=devices))
     specs = (P(), P(), rows, rows)
     return jax.jit(jax.shard_map(rollout, mesh=mesh, in_specs=specs, out_specs=out, check_vma=False))
@@ -179,10 +180,10 @@ def test_four_devices_give_the_tokens_of_one_without_talking_in_the_loops():
     prompts = take_prompts(tiny_prompts(), [0, 1, 2, 3])
     drafter, draft = random_eagle3()
     keys, params = keys_of(prompts, 3), tiny_params()
-    engine = engine_of(INVARIANT, 1, drafter, law=SamplingLaw(), ladder=(1.0, 0.34))
+    engine = engine_of(INVARIANT, 1, drafter, law=SamplingLaw(end_ids=ENDS), ladder=(1.0, 0.34))
     compiled = over_mesh(engine, 4).lower(params, draft, prompts, keys).compile()
     ours = run(engine, prompts, keys, params, draft, program=compiled)
-    alone = run(engine_of(INVARIANT, 0, law=SamplingLaw()), prompts, keys, params)
+    alone = run(engine_of(INVARIANT, 0, law=SamplingLaw(end_ids=ENDS)), prompts, keys, params)
     for name in ("tokens", "log_probs", "lengths", "ended"):
         np.testing.assert_array_equal(getattr(ours, name), getattr(alone, name), err_msg=name)
     counts = ours.stats

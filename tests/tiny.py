@@ -12,6 +12,7 @@ from flax import struct
 from specrl_jax.data.prompts import Prompts
 from specrl_jax.drafters.eagle3 import Eagle3Drafter
 from specrl_jax.drafters.eagle3_params import Eagle3Config, init_eagle3
+from specrl_jax.drafters.protocol import Choice, propose_tree
 from specrl_jax.models.cache import KVCache
 from specrl_jax.models.config import PolicyConfig
 from specrl_jax.models.numerics import Numerics
@@ -106,12 +107,14 @@ class BigramDrafter:
         last = jnp.take_along_axis(tokens, jnp.maximum(counts - 1, 0)[:, None], axis=1)[:, 0]
         return LastToken(jnp.where(counts > 0, last, state.token), state.length + counts)
 
-    def propose(self, params, embed, state, num_drafts, choose):
-        ids, token, drafts = jnp.arange(params.shape[0], dtype=jnp.int32), state.token, []
-        for step in range(num_drafts):
-            token = choose(params[token], ids, step)
-            drafts.append(token)
-        return jnp.stack(drafts, axis=1)
+    def propose(self, params, embed, state, sequence, tree, choose):
+        ids = jnp.arange(params.shape[0], dtype=jnp.int32)
+
+        def logits_below(depth, nodes, before):
+            last = before[:, :, -1] if depth else state.token[:, None]
+            return params[last]
+
+        return propose_tree(tree, choose, ids, logits_below, len(sequence))
 
 
 @functools.lru_cache
@@ -159,15 +162,18 @@ class PolicyAsDrafter:
         last = jnp.take_along_axis(tokens, jnp.maximum(counts - 1, 0)[:, None], axis=1)[:, 0]
         return ReadTokens(cache, jnp.where(counts > 0, last, state.newest))
 
-    def propose(self, params, embed, state, num_drafts, choose):
+    def propose(self, params, embed, state, sequence, tree, choose):
+        assert tree.is_chain
         weights, wrong_from = params
-        ids, token, cache, drafts = jnp.arange(embed.shape[0], dtype=jnp.int32), state.newest, state.cache, []
-        for step in range(num_drafts):
+        ids, token, cache = jnp.arange(embed.shape[0], dtype=jnp.int32), state.newest, state.cache
+        drafts = jnp.zeros((len(token), 1, 0), jnp.int32)
+        for step in range(tree.depth):
             hidden, cache = self._read(weights, cache, token[:, None], jnp.ones_like(token))
-            token = choose(logits(weights, self.config, hidden, self.numerics), ids, step)
+            scores = logits(weights, self.config, hidden, self.numerics)[:, None]
+            token = choose(scores, ids, drafts, 1).token[:, 0, 0]
             token = jnp.where(step >= wrong_from, (token + 1) % embed.shape[0], token)
-            drafts.append(token)
-        return jnp.stack(drafts, axis=1)
+            drafts = jnp.concatenate([drafts, token[:, None, None]], axis=2)
+        return Choice(drafts[:, 0])
 
 
 @functools.lru_cache

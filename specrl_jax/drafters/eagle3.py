@@ -17,16 +17,18 @@ decides how many tokens a round emits, never which.
 from dataclasses import dataclass
 
 import jax.numpy as jnp
+import numpy as np
 from flax import struct
 from jax import lax
 from jaxtyping import Array, Float, Int
 
 from specrl_jax.drafters.eagle3_params import Eagle3Config, Eagle3Params, Eagle3Weights
-from specrl_jax.drafters.protocol import Choose
+from specrl_jax.drafters.protocol import Choice, Choose, propose_tree
 from specrl_jax.models.cache import KVCache, init_cache, write_slots
 from specrl_jax.models.numerics import Numerics
 from specrl_jax.models.policy import rms_norm, swiglu
 from specrl_jax.models.rope import apply_rope, rope_angles
+from specrl_jax.models.tree import Tree
 
 _PLAIN = Numerics(mode="plain", key_block=8)
 _MASKED = -1e30
@@ -105,23 +107,30 @@ def init_state(config: Eagle3Config, rows: int, capacity: int) -> Eagle3State:
     return Eagle3State(cache, jnp.zeros((rows, config.hidden_size), dtype))
 
 
-def _attend_chain(
-    q: Float[Array, "r h c"],
+def _attend(
+    q: Float[Array, "r m h c"],
     cache: KVCache,
     visible: Int[Array, "r"],
     own_keys: Float[Array, "r g e c"],
     own_values: Float[Array, "r g e c"],
-) -> Float[Array, "r h c"]:
-    """Attention of one query per row over the first `visible` slots of its cache and over `e` keys beside it."""
+    sees: np.ndarray,
+) -> Float[Array, "r m h c"]:
+    """Attention of `m` queries per row over the first `visible` slots of its cache and over `e` keys beside it.
+
+    `sees[m, e]` tells which of those beside it a query reads.
+    """
     keys, values = cache.keys[0], cache.values[0]
     rows, kv_heads, slots, width = keys.shape
+    count = q.shape[1]
     # Keys times a column of queries, not queries times transposed keys: on XLA:CPU 3 to 10 times faster for few
     # queries. The barriers keep the compiler from turning one into the other.
-    columns = (q.reshape(rows, kv_heads, -1, width) * width**-0.5).transpose(0, 1, 3, 2)
-    columns = lax.optimization_barrier(columns)
+    grouped = q.reshape(rows, count, kv_heads, -1, width).transpose(0, 2, 3, 1, 4).reshape(rows, kv_heads, -1, width)
+    columns = lax.optimization_barrier((grouped * width**-0.5).transpose(0, 1, 3, 2))
     scores = jnp.einsum("rgsc,rgcm->rgsm", keys, columns, preferred_element_type=jnp.float32)
     scores = lax.optimization_barrier(scores).transpose(0, 1, 3, 2)
     own_scores = jnp.einsum("rgcm,rgec->rgme", columns, own_keys, preferred_element_type=jnp.float32)
+    own_sees = jnp.asarray(np.tile(sees, (grouped.shape[2] // count, 1)))
+    own_scores = jnp.where(own_sees[None, None], own_scores, _MASKED)
     is_visible = jnp.arange(slots, dtype=jnp.int32)[None] < visible[:, None]
     scores = jnp.where(is_visible[:, None, None], scores, _MASKED)
     maximum = jnp.maximum(scores.max(-1, keepdims=True), own_scores.max(-1, keepdims=True))
@@ -129,7 +138,8 @@ def _attend_chain(
     total = mix.sum(-1, keepdims=True) + own_mix.sum(-1, keepdims=True)
     out = jnp.einsum("rgms,rgsc->rgmc", mix.astype(values.dtype), values, preferred_element_type=jnp.float32)
     own = jnp.einsum("rgme,rgec->rgmc", own_mix.astype(values.dtype), own_values, preferred_element_type=jnp.float32)
-    return ((out + own) / total).reshape(q.shape).astype(q.dtype)
+    mixed = ((out + own) / total).reshape(rows, kv_heads, -1, count, width).transpose(0, 3, 1, 2, 4)
+    return mixed.reshape(q.shape).astype(q.dtype)
 
 
 def commit(
@@ -163,7 +173,8 @@ def commit(
 
     last = jnp.arange(rows, dtype=jnp.int32) * width + jnp.maximum(counts - 1, 0)
     queries = project_queries(config, weights, x[last], jnp.maximum(length - 1, 0))
-    attended = _attend_chain(queries, cache, length - 1, keys[last][:, :, None], values[last][:, :, None])
+    own = keys[last][:, :, None], values[last][:, :, None]
+    attended = _attend(queries[:, None], cache, length - 1, *own, np.ones((1, 1), bool))[:, 0]
     hidden = mix_and_mlp(config, weights, fused[last], attended)
     return Eagle3State(cache, jnp.where((counts > 0)[:, None], hidden, state.hidden))
 
@@ -173,32 +184,41 @@ def propose(
     params: Eagle3Params,
     embed: Float[Array, "v d"],
     state: Eagle3State,
-    num_drafts: int,
+    tree: Tree,
     choose: Choose,
-) -> Int[Array, "r k"]:
-    """Propose `num_drafts` target tokens per row; see `protocol.Drafter.propose`.
+) -> Choice:
+    """Propose a tree of target tokens per row; see `protocol.Drafter.propose`.
 
     Keys and values of drafted tokens stay beside the cache, which is neither copied nor written.
     """
     weights = params.weights
-    hidden = state.hidden
-    drafts: list[Array] = []
+    rows = state.hidden.shape[0]
+    hidden = state.hidden[:, None]
+    read: list[int] = []
     keys: list[Array] = []
     values: list[Array] = []
-    for step in range(num_drafts):
-        if step > 0:
-            positions = state.length + (step - 1)
-            x = attention_input(config, weights, embed, drafts[-1], hidden)
-            key, value = project_keys(config, weights, x, positions)
-            keys.append(key)
-            values.append(value)
+
+    def logits_below(depth: int, nodes: tuple[int, ...], before: Int[Array, "r m d"]) -> Float[Array, "r m dv"]:
+        nonlocal hidden
+        count = len(nodes)
+        if depth > 0:
+            above = tree.inner(depth - 1)
+            came_from = [above.index(tree.parents[node - 1]) for node in nodes]
+            fed = hidden[:, np.array(came_from)].reshape(rows * count, -1)
+            positions = jnp.repeat(state.length + (depth - 1), count)
+            x = attention_input(config, weights, embed, before[:, :, -1].reshape(-1), fed)
+            for store, new in zip((keys, values), project_keys(config, weights, x, positions), strict=True):
+                store.append(new.reshape(rows, count, *new.shape[1:]).transpose(0, 2, 1, 3))
+            read.extend(nodes)
             queries = project_queries(config, weights, x, positions)
-            attended = _attend_chain(
-                queries, state.cache, state.length, jnp.stack(keys, axis=2), jnp.stack(values, axis=2)
-            )
-            hidden = mix_and_mlp(config, weights, hidden, attended)
-        drafts.append(choose(draft_logits(config, weights, hidden), params.target_ids, step))
-    return jnp.stack(drafts, axis=1).astype(jnp.int32)
+            queries = queries.reshape(rows, count, *queries.shape[1:])
+            own = jnp.concatenate(keys, axis=2), jnp.concatenate(values, axis=2)
+            attended = _attend(queries, state.cache, state.length, *own, tree.sees[np.ix_(nodes, read)])
+            attended = attended.reshape(rows * count, *attended.shape[2:])
+            hidden = mix_and_mlp(config, weights, fed, attended).reshape(rows, count, -1)
+        return draft_logits(config, weights, hidden.reshape(rows * count, -1)).reshape(rows, count, -1)
+
+    return propose_tree(tree, choose, params.target_ids, logits_below, rows)
 
 
 @dataclass(frozen=True)
@@ -233,8 +253,9 @@ class Eagle3Drafter:
         params: Eagle3Params,
         embed: Float[Array, "v d"],
         state: Eagle3State,
-        num_drafts: int,
+        sequence: Int[Array, "r"],
+        tree: Tree,
         choose: Choose,
-    ) -> Int[Array, "r k"]:
-        """Propose `num_drafts` tokens per row."""
-        return propose(self.config, params, embed, state, num_drafts, choose)
+    ) -> Choice:
+        """Propose a tree of tokens per row, whatever sequence it holds."""
+        return propose(self.config, params, embed, state, tree, choose)

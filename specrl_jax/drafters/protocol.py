@@ -13,11 +13,69 @@ token, `n` pairs are read; after a round that emitted `m` tokens, `m` more.
 from collections.abc import Callable
 from typing import Any, Protocol, runtime_checkable
 
+import jax.numpy as jnp
+from flax import struct
 from jaxtyping import Array, Float, Int
 
-Choose = Callable[[Float[Array, "r v"], Int[Array, "v"], int], Int[Array, "r"]]
-"""`choose(logits, target_ids, step)` picks one target token per row from float32 draft logits; column `i` of
-the logits stands for target token `target_ids[i]`. The rollout supplies it: it holds temperature and noise."""
+from specrl_jax.models.tree import Tree
+
+
+@struct.dataclass
+class Choice:
+    """Drafted tokens.
+
+    token: in the policy's vocabulary.
+    log_law: the law over the policy's vocabulary that they were drawn from, or None where nobody asks.
+    """
+
+    token: Int[Array, "..."]
+    log_law: Float[Array, "... v"] | None = None
+
+
+Choose = Callable[[Float[Array, "r m dv"], Int[Array, "dv"], Int[Array, "r m d"], int], Choice]
+"""`choose(logits, target_ids, before, count)` picks the `count` best candidates below each of `m` nodes of one depth
+from float32 draft logits: tokens `[r, m, count]`, the best first, and the node's law `[r, m, v]`. Column `i` of the
+logits stands for target token `target_ids[i]`; `before` are the drafts on the path to each node. The rollout
+supplies it: it holds the sampling law and the noise."""
+
+
+def propose_tree(
+    tree: Tree,
+    choose: Choose,
+    target_ids: Int[Array, "dv"],
+    logits_below: Callable[[int, tuple[int, ...], Int[Array, "r m d"]], Float[Array, "r m dv"]],
+    rows: int,
+) -> Choice:
+    """Draft a tree depth by depth.
+
+    Args:
+        tree: of the round, with at least one draft.
+        choose, target_ids: as above.
+        logits_below: `logits_below(depth, nodes, before)` are the draft logits below the nodes of a depth that have
+            candidates; it is called for depths 0, 1, ... in turn.
+        rows: of the batch.
+
+    Returns:
+        Token and law of every node but the root, in order, `[r, n]` and `[r, n, v]`.
+    """
+    tokens: dict[int, Array] = {}
+    laws: dict[int, Array] = {}
+    for depth in range(tree.depth):
+        nodes = tree.inner(depth)
+        paths = [[tokens[above] for above in tree.path(node)[1:]] for node in nodes]
+        before = jnp.stack([jnp.stack(path, axis=1) for path in paths], axis=1) if depth else None
+        if before is None:
+            before = jnp.zeros((rows, 1, 0), jnp.int32)
+        count = max(len(tree.children(node)) for node in nodes)
+        choice = choose(logits_below(depth, nodes, before), target_ids, before, count)
+        for i, node in enumerate(nodes):
+            for rank, child in enumerate(tree.children(node)):
+                tokens[child] = choice.token[:, i, rank]
+                if choice.log_law is not None:
+                    laws[child] = choice.log_law[:, i]
+    order = range(1, tree.size)
+    law = jnp.stack([laws[node] for node in order], axis=1) if laws else None
+    return Choice(jnp.stack([tokens[node] for node in order], axis=1), law)
 
 
 class DraftState(Protocol):
@@ -63,6 +121,22 @@ class Drafter(Protocol):
         """
 
     def propose(
-        self, params: Any, embed: Float[Array, "v d"], state: Any, num_drafts: int, choose: Choose
-    ) -> Int[Array, "r k"]:
-        """Propose the `num_drafts` (at least 1) tokens after the last committed one; the state does not change."""
+        self,
+        params: Any,
+        embed: Float[Array, "v d"],
+        state: Any,
+        sequence: Int[Array, "r"],
+        tree: Tree,
+        choose: Choose,
+    ) -> Choice:
+        """Propose tokens after the last committed one; the state does not change.
+
+        Args:
+            params, embed, state: as in `commit`.
+            sequence: index of each row's sequence in the rollout, whatever row it sits in.
+            tree: which tokens to propose; a chain or more (`propose_tree` does the bookkeeping).
+            choose: picks candidates from logits.
+
+        Returns:
+            Token and law of every node but the root.
+        """

@@ -1,18 +1,21 @@
 """Causal grouped-query attention of new tokens over the keys of their row.
 
 Queries lie on a grid `[row, query]`; a query at position `p` reads slots `0..p`
-of its row, a query at position -1 is padding. Softmax and accumulation are in
-float32.
+of its row, a query at position -1 is padding. Queries that form a tree read the
+slots before the tree and those of their ancestors. Softmax and accumulation are
+in float32.
 """
 
 import functools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from specrl_jax.models.numerics import Numerics, opaque_int
+from specrl_jax.models.tree import Tree
 
 _MASKED = -1e30  # finite, so that a row of padding gives numbers and not NaN
 
@@ -31,20 +34,35 @@ def _ungroup(out: Float[Array, "r g mq c"], queries: int) -> Float[Array, "r q h
 
 
 def _scores(
-    q: Float[Array, "r g mq c"], k: Float[Array, "r g s c"], visible: Int[Array, "r q"], first_slot: Int[Array, ""]
+    q: Float[Array, "r g mq c"], k: Float[Array, "r g s c"], allowed: Bool[Array, "r q s"]
 ) -> Float[Array, "r g mq s"]:
-    """Scaled scores against slots `first_slot..`, masked beyond position `visible`."""
+    """Scaled scores, masked where a query may not read."""
     scores = jnp.einsum("rgqc,rgsc->rgqs", q, k, preferred_element_type=jnp.float32) * q.shape[-1] ** -0.5
-    slots = first_slot + jnp.arange(k.shape[2], dtype=jnp.int32)
-    allowed = slots[None, None, :] <= visible[:, :, None]
-    allowed = jnp.tile(allowed, (1, q.shape[2] // visible.shape[1], 1))
+    allowed = jnp.tile(allowed, (1, q.shape[2] // allowed.shape[1], 1))
     return jnp.where(allowed[:, None], scores, _MASKED)
 
 
+def _causal(positions: Int[Array, "r q"], slots: Int[Array, "s"]) -> Bool[Array, "r q s"]:
+    return slots[None, None, :] <= positions[:, :, None]
+
+
+def _below_ancestors(positions: Int[Array, "r q"], slots: Int[Array, "s"], tree: Tree) -> Bool[Array, "r q s"]:
+    """Node `i` of a tree whose root has slot `positions[r, 0]` reads what is before the root, and its ancestors."""
+    node = slots[None] - positions[:, :1]
+    related = jnp.asarray(tree.sees)[:, jnp.clip(node, 0, tree.size - 1)].transpose(1, 0, 2)
+    return (node < 0)[:, None] | ((node < tree.size)[:, None] & related)
+
+
 def _plain_attention(
-    q: Float[Array, "r q h c"], k: Float[Array, "r g s c"], v: Float[Array, "r g s c"], positions: Int[Array, "r q"]
+    q: Float[Array, "r q h c"],
+    k: Float[Array, "r g s c"],
+    v: Float[Array, "r g s c"],
+    positions: Int[Array, "r q"],
+    tree: Tree | None = None,
 ) -> Float[Array, "r q h c"]:
-    weights = jax.nn.softmax(_scores(_group(q, k.shape[1]), k, positions, jnp.int32(0)), axis=-1)
+    slots = jnp.arange(k.shape[2], dtype=jnp.int32)
+    allowed = _causal(positions, slots) if tree is None else _below_ancestors(positions, slots, tree)
+    weights = jax.nn.softmax(_scores(_group(q, k.shape[1]), k, allowed), axis=-1)
     out = jnp.einsum("rgqs,rgsc->rgqc", weights.astype(v.dtype), v, preferred_element_type=jnp.float32)
     return _ungroup(out, q.shape[1]).astype(q.dtype)
 
@@ -65,7 +83,8 @@ def _attend_block(
         maximum, total, out = carry
         start = (first_row, jnp.int32(0), j * key_block, jnp.int32(0))
         keys, values = lax.dynamic_slice(k, start, block_shape), lax.dynamic_slice(v, start, block_shape)
-        scores = _scores(grouped, keys, positions, j * key_block)
+        slots = j * key_block + jnp.arange(key_block, dtype=jnp.int32)
+        scores = _scores(grouped, keys, _causal(positions, slots))
         new_maximum = jnp.maximum(maximum, scores.max(-1))
         rescale = jnp.exp(maximum - new_maximum)
         weights = jnp.exp(scores - new_maximum[..., None])
@@ -134,12 +153,39 @@ def _invariant_bwd(numerics: Numerics, inputs: tuple[Array, ...], cotangent: Arr
 _invariant_attention.defvjp(_invariant_fwd, _invariant_bwd)
 
 
+def _path_by_path(
+    q: Float[Array, "r q h c"],
+    k: Float[Array, "r g s c"],
+    v: Float[Array, "r g s c"],
+    positions: Int[Array, "r q"],
+    tree: Tree,
+    numerics: Numerics,
+) -> Float[Array, "r q h c"]:
+    """Every path of the tree as the chain that it would be: the same keys in the same slots, the same bits.
+
+    Costs a copy of the layer's cache per path; plain numerics masks instead.
+    """
+    out = jnp.zeros_like(q)
+    slots = jnp.arange(k.shape[2], dtype=jnp.int32)[None]
+    for path in tree.leaf_paths:
+        step = slots - positions[:, :1]
+        on_path = (step >= 0) & (step < len(path)) & (positions[:, :1] >= 0)
+        node = jnp.asarray(path, jnp.int32)[jnp.clip(step, 0, len(path) - 1)]
+        source = jnp.where(on_path, positions[:, :1] + node, slots)[:, None, :, None]
+        chain = (jnp.take_along_axis(x, source, axis=2, mode="clip") for x in (k, v))
+        nodes = np.array(path)
+        attended = _invariant_attention(numerics, q[:, nodes], *chain, positions[:, nodes])
+        out = out.at[:, nodes].set(attended)
+    return out
+
+
 def attention(
     q: Float[Array, "r q h c"],
     k: Float[Array, "r g s c"],
     v: Float[Array, "r g s c"],
     positions: Int[Array, "r q"],
     numerics: Numerics,
+    tree: Tree | None = None,
 ) -> Float[Array, "r q h c"]:
     """Attention of the query at `positions[r, q]` over slots `0..positions[r, q]` of row `r`.
 
@@ -148,7 +194,12 @@ def attention(
         k, v: rotated keys, and values, of every slot (a cache, or the sequence itself).
         positions: position of each query; -1 for padding, whose output is finite and meaningless.
         numerics: plain or invariant.
+        tree: how the queries of a row hang together where they are no chain; the root's slot is its position.
     """
+    if tree is not None and not tree.is_chain:
+        if numerics.invariant:
+            return _path_by_path(q, k, v, positions, tree, numerics)
+        return _plain_attention(q, k, v, positions, tree)
     if numerics.invariant:
         return _invariant_attention(numerics, q, k, v, positions)
     return _plain_attention(q, k, v, positions)

@@ -52,3 +52,16 @@ def write_slots(
     """Write token `n` into slot `positions[n]` of row `rows[n]`; padding (position -1) is dropped."""
     slots = jnp.where(positions < 0, cached.shape[2], positions)
     return cached.at[rows, :, slots].set(new, mode="drop")
+
+
+def keep_path(
+    cached: Float[Array, "r g s c"], first: Int[Array, "r"], path: Int[Array, "r q"]
+) -> Float[Array, "r g s c"]:
+    """Move slots `first + path[:, j]` of each row to `first + j`: the accepted path of a tree, without its siblings.
+
+    Slots beyond the capacity are left out.
+    """
+    rows = jnp.arange(path.shape[0], dtype=jnp.int32)[:, None]
+    kept = cached.at[rows, :, first[:, None] + path].get(mode="clip")
+    targets = first[:, None] + jnp.arange(path.shape[1], dtype=jnp.int32)[None]
+    return cached.at[rows, :, targets].set(kept, mode="drop")

@@ -17,6 +17,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import struct
 from jaxtyping import Array, Float, Int
 
@@ -26,6 +27,7 @@ from specrl_jax.models.config import PolicyConfig
 from specrl_jax.models.numerics import Numerics, map_tokens
 from specrl_jax.models.params import LayerParams, PolicyParams
 from specrl_jax.models.rope import apply_rope, rope_angles
+from specrl_jax.models.tree import Tree
 
 
 @struct.dataclass
@@ -37,6 +39,7 @@ class TokenBatch:
     max_queries: most new tokens that any row has.
     is_grid: token `n` is query `n % max_queries` of row `n // max_queries`. Otherwise
         tokens are packed: rows may bring different numbers of tokens without padding.
+    tree: how the tokens of a row hang together, where they do not follow each other.
     """
 
     tokens: Int[Array, "n"]
@@ -45,13 +48,22 @@ class TokenBatch:
     num_rows: int = struct.field(pytree_node=False)
     max_queries: int = struct.field(pytree_node=False)
     is_grid: bool = struct.field(pytree_node=False, default=True)
+    tree: Tree | None = struct.field(pytree_node=False, default=None)
+
+    @property
+    def slots(self) -> Int[Array, "n"]:
+        """Cache slot of every token, -1 for padding; the nodes of a tree lie side by side."""
+        if self.tree is None or self.tree.is_chain:
+            return self.positions
+        beside = np.arange(self.tree.size, dtype=np.int32) - np.array(self.tree.depths, np.int32)
+        return jnp.where(self.positions < 0, -1, self.positions + jnp.tile(jnp.asarray(beside), self.num_rows))
 
 
-def grid_batch(tokens: Int[Array, "r q"], positions: Int[Array, "r q"]) -> TokenBatch:
-    """`q` new tokens for each of `r` rows; position -1 marks padding."""
+def grid_batch(tokens: Int[Array, "r q"], positions: Int[Array, "r q"], tree: Tree | None = None) -> TokenBatch:
+    """`q` new tokens for each of `r` rows, one per node of a tree where there is one; position -1 marks padding."""
     rows, queries = tokens.shape
     row_ids = jnp.repeat(jnp.arange(rows, dtype=jnp.int32), queries)
-    return TokenBatch(tokens.reshape(-1), row_ids, positions.reshape(-1), rows, queries)
+    return TokenBatch(tokens.reshape(-1), row_ids, positions.reshape(-1), rows, queries, tree=tree)
 
 
 def sequence_positions(lengths: Int[Array, "b"], width: int) -> Int[Array, "b t"]:
@@ -150,7 +162,7 @@ def forward(
     start = jnp.int32(0) if cache is None else cache.length.at[batch.rows].get(mode="clip")
     queries = batch.positions - start
     grid_positions = _to_grid(batch.positions, batch, queries, fill=-1)
-    angles_at = jnp.maximum(batch.positions, 0)
+    angles_at, slots = jnp.maximum(batch.positions, 0), batch.slots
 
     x = params.embed[batch.tokens]
     streams = [x]
@@ -160,11 +172,11 @@ def forward(
         if cache is None:
             k_all, v_all = (_to_grid(y, batch, queries).transpose(0, 2, 1, 3) for y in (k, v))
         else:
-            k_all = write_slots(cache.keys[i], k, batch.rows, batch.positions)
-            v_all = write_slots(cache.values[i], v, batch.rows, batch.positions)
+            k_all = write_slots(cache.keys[i], k, batch.rows, slots)
+            v_all = write_slots(cache.values[i], v, batch.rows, slots)
         keys.append(k_all)
         values.append(v_all)
-        attended = attention(_to_grid(q, batch, queries), k_all, v_all, grid_positions, numerics)
+        attended = attention(_to_grid(q, batch, queries), k_all, v_all, grid_positions, numerics, batch.tree)
         attended = _from_grid(attended, batch, queries)
         x = map_tokens(functools.partial(_mix_and_mlp, config), layer, (x, attended), numerics)
         streams.append(x)

@@ -58,13 +58,6 @@ class DraftTraining:
     def _optimizer(self) -> optax.GradientTransformation:
         return make_optimizer(self.optimizer)
 
-    def teacher(self, log_law: Float[Array, "b t v"]) -> Float[Array, "b t v"]:
-        """The policy's law at temperature 1: rollouts temper the head's logits as they do the policy's."""
-        law = self.scorer.law
-        if law.greedy or law.temperature == 1.0:
-            return log_law
-        return jax.nn.log_softmax(log_law * law.temperature, axis=-1)
-
     def examples(self, policy: PolicyParams, sequences: Sequences) -> DraftExamples:
         """Features and teacher of sequences from a policy forward of their own (offline training)."""
 
@@ -74,7 +67,7 @@ class DraftTraining:
 
         _, (features, log_law) = over_microbatches(read, policy, sequences, sequences.lengths, self.microbatch)
         ordered = jax.tree.map(lambda x: x[sorted_order(sequences.lengths)], sequences)
-        batch = DraftBatch(ordered.tokens, features, self.teacher(log_law), ordered.mask)
+        batch = DraftBatch(ordered.tokens, features, log_law, ordered.mask)
         return DraftExamples(batch, ordered.lengths)
 
     def update(

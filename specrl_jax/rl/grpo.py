@@ -106,7 +106,9 @@ class Minibatch:
 class GrpoStep:
     """The static part of a step. All methods are pure and run inside `shard_map` over the data axis.
 
+    engine, scorer: rollout and training forward. They share the sampling law, unless the loss is on the full law.
     seed: of the rollout noise.
+    couple_epochs: leave the update index out of the noise key, so that a prompt has the same noise in every epoch.
     """
 
     engine: RolloutEngine
@@ -114,6 +116,19 @@ class GrpoStep:
     update_config: UpdateConfig
     drafting: DraftTraining | None
     seed: int
+    couple_epochs: bool = False
+
+    def __post_init__(self) -> None:
+        exact = self.engine.config.rule.exact
+        if not exact and self.update_config.loss.importance_cap == 0:
+            raise InputError(
+                "lenience changes the law of the responses; correct for it with loss importance_cap (2 is usual)"
+            )
+        if self.scorer.law.filtered != self.engine.config.law.filtered and self.update_config.loss.importance_cap == 0:
+            raise InputError(
+                "the loss is on the full law but responses are drawn from a filtered one; "
+                "correct for it with loss importance_cap (2 is usual)"
+            )
 
     def init(
         self, params: PolicyParams, draft: Eagle3Params | None = None, reference: PolicyParams | None = None
@@ -145,7 +160,8 @@ class GrpoStep:
         """Noise key of every sequence of the next rollout."""
         samples = jnp.tile(jnp.arange(self.samples, dtype=jnp.int32), prompts.tokens.shape[0])
         row_ids = jnp.repeat(prompts.row_ids, self.samples)
-        return sequence_keys(self.seed, "rollout", state.updates, row_ids, samples)
+        update = jnp.int32(0) if self.couple_epochs else state.updates
+        return sequence_keys(self.seed, "rollout", update, row_ids, samples)
 
     def rollout(self, state: GrpoState, prompts: Prompts) -> Trajectory:
         """Responses to the prompts of this device; speculation counts are summed over the mesh."""
@@ -158,9 +174,12 @@ class GrpoStep:
     def prepare(self, state: GrpoState, trajectory: Trajectory) -> tuple[Sequences, Float[Array, "b t"] | None]:
         """Sequences with their old log-probs as configured, and the reference's where there is one."""
         sequences, microbatch = to_sequences(trajectory), self.update_config.microbatch
-        if self.update_config.recompute_logprobs:
+        corrected = self.update_config.loss.importance_cap > 0
+        if self.update_config.recompute_logprobs or corrected:
             old = self.scorer.log_probs(state.params, sequences, microbatch)
-            sequences = dataclasses.replace(sequences, log_probs=jnp.where(sequences.mask, old, 0.0))
+            behaviour = sequences.log_probs if corrected else None
+            old = jnp.where(sequences.mask, old, 0.0)
+            sequences = dataclasses.replace(sequences, log_probs=old, behaviour=behaviour)
         if state.reference is None:
             return sequences, None
         return sequences, self.scorer.log_probs(state.reference, sequences, microbatch)
@@ -181,6 +200,7 @@ class GrpoStep:
                 self.update_config.loss,
                 micro.ref_log_probs,
                 denominator,
+                micro.sequences.behaviour,
             )
             return value, (metrics, (scores.features, scores.log_law))
 
@@ -188,7 +208,7 @@ class GrpoStep:
         left = None
         if self.drafting is not None and boundaries:
             sequences, (features, log_law) = jax.tree.map(lambda x: x[:kept], (micro.sequences, taught))
-            batch = DraftBatch(sequences.tokens, features, self.drafting.teacher(log_law), sequences.mask)
+            batch = DraftBatch(sequences.tokens, features, log_law, sequences.mask)
             left = DraftExamples(batch, sequences.lengths)
         return (grads, value, metrics), left
 

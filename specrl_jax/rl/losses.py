@@ -31,12 +31,15 @@ class LossConfig:
         needs the reference's log-probs.
     aggregation: "token": mean over the tokens of the minibatch (DAPO). "sequence": mean
         over sequences of their token means (GRPO as published).
+    importance_cap: above 0, tokens that were not drawn from the old policy's law are weighted by
+        min(p_old / p_behaviour, importance_cap) (truncated importance sampling; 2 is usual).
     """
 
     clip_low: float = 0.2
     clip_high: float = 0.2
     kl_coef: float = 0.0
     aggregation: Literal["token", "sequence"] = "token"
+    importance_cap: float = 0.0
 
     def __post_init__(self) -> None:
         if not 0.0 < self.clip_low <= 1.0:
@@ -45,6 +48,8 @@ class LossConfig:
             raise InputError(f"loss clip_high is {self.clip_high}; it must be a number above 0")
         if not 0.0 <= self.kl_coef < float("inf"):
             raise InputError(f"loss kl_coef is {self.kl_coef}; it must be a number of at least 0")
+        if not 0.0 <= self.importance_cap < float("inf"):
+            raise InputError(f"loss importance_cap is {self.importance_cap}; it must be a number of at least 0 (none)")
         if self.aggregation not in ("token", "sequence"):
             raise InputError(f"loss aggregation is {self.aggregation!r}; choose token or sequence")
 
@@ -125,6 +130,7 @@ def policy_loss(
     config: LossConfig,
     ref_log_probs: Float[Array, "b t"] | None = None,
     denominator: Float[Array, ""] | float | None = None,
+    behaviour_log_probs: Float[Array, "b t"] | None = None,
 ) -> tuple[Float[Array, ""], dict[str, Mean]]:
     """Clipped surrogate (Schulman et al., arXiv 1707.06347, eq. 7) plus `kl_coef` times k3.
 
@@ -143,11 +149,13 @@ def policy_loss(
             even where its weight is 0.
         denominator: `loss_denominator` summed over all parts of the minibatch; None when
             this batch is all of it.
+        behaviour_log_probs: the same under the law that the tokens were drawn from, where it
+            is not that of `old_log_probs`; needs an `importance_cap`.
 
     Returns:
         The loss, and sums with their token counts: `clip_fraction` (tokens whose gradient
-        the clip blocked), `ratio`, `token_mult_prob_error`, `excluded_tokens` and, with a
-        reference, `kl`.
+        the clip blocked), `ratio`, `token_mult_prob_error`, `excluded_tokens`, `importance_weight`
+        where there is a behaviour law, and, with a reference, `kl`.
     """
     if config.kl_coef > 0.0 and ref_log_probs is None:
         raise ValueError("a kl_coef above 0 needs ref_log_probs")
@@ -163,6 +171,11 @@ def policy_loss(
         "token_mult_prob_error": token_mult_prob_error(new, old, kept),
         "excluded_tokens": masked_mean((mask & ~kept).astype(jnp.float32), mask),
     }
+    if behaviour_log_probs is not None:
+        drift = old - lax.stop_gradient(jnp.where(kept, behaviour_log_probs, 0.0))
+        importance = jnp.minimum(jnp.exp(jnp.clip(drift, -MAX_LOG_RATIO, MAX_LOG_RATIO)), config.importance_cap)
+        per_token = per_token * importance
+        metrics["importance_weight"] = masked_mean(importance, kept)
     if ref_log_probs is not None:
         kl = k3(lax.stop_gradient(jnp.where(kept, ref_log_probs, 0.0)) - new)
         metrics["kl"] = masked_mean(kl, kept)

@@ -30,7 +30,8 @@ from specrl_jax.rollout.trajectory import Trajectory
 
 def trajectory_specs(rows: P) -> Any:
     """Partition of a trajectory: rows as given, counts replicated."""
-    return Trajectory(prompts=rows, tokens=rows, log_probs=rows, lengths=rows, ended=rows, entropy_sum=P(), stats=P())  # type: ignore[arg-type]  # a prefix of specs, not arrays
+    names = ("prompts", "tokens", "log_probs", "thresholds", "lengths", "ended")
+    return Trajectory(**dict.fromkeys(names, rows), entropy_sum=P(), stats=P())  # type: ignore[arg-type]  # a prefix of specs, not arrays
 
 
 def over_mesh(mesh: Mesh, fn: Callable[..., Any], in_specs: Any, out_specs: Any) -> Any:

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from flax import struct
 from jax import lax
@@ -13,7 +14,7 @@ from specrl_jax.models.numerics import Numerics
 from specrl_jax.models.params import PolicyParams
 from specrl_jax.models.policy import forward, grid_batch, sequence_positions
 from specrl_jax.rl.microbatches import MicrobatchConfig, over_microbatches, sorted_order
-from specrl_jax.rollout.sampling import SamplingLaw, score_tokens
+from specrl_jax.rollout.sampling import Context, SamplingLaw, score_tokens
 from specrl_jax.rollout.trajectory import Sequences
 
 
@@ -23,7 +24,8 @@ class Scores:
 
     entropy: of the law that token `t` was scored under, nats, 0 at `t = 0`, `[b, t]`.
     features: residual streams at the requested boundaries, detached, `[b, t, fd]`, or None.
-    log_law: the whole law over token `t + 1` at slot `t`, detached, `[b, t, v]`, or None.
+    log_law: the policy's law over token `t + 1` at slot `t`, before the sampling law, detached, `[b, t, v]`, or None:
+        rollouts apply the sampling law to the drafter's logits as they do to the policy's.
     """
 
     log_probs: Float[Array, "b t"]
@@ -34,7 +36,7 @@ class Scores:
 
 @dataclass(frozen=True)
 class Scorer:
-    """How sequences are scored: the same law and numerics as in the rollout."""
+    """How sequences are scored: the numerics of the rollout, and its law (or that before the filters)."""
 
     policy: PolicyConfig
     law: SamplingLaw
@@ -53,7 +55,15 @@ class Scorer:
         )
         following = jnp.roll(sequences.tokens, -1, axis=1).reshape(-1)
         law, log_law = score_tokens(
-            params, self.policy, self.law, out.hidden, following, self.numerics, keep_law=bool(boundaries)
+            params,
+            self.policy,
+            self.law,
+            out.hidden,
+            following,
+            self._thresholds(sequences),
+            self._context(sequences),
+            self.numerics,
+            keep_law=bool(boundaries),
         )
 
         def shifted(x: Float[Array, "n"]) -> Float[Array, "b t"]:
@@ -65,6 +75,25 @@ class Scorer:
             features, log_law = lax.optimization_barrier(lax.stop_gradient((out.features, log_law)))
             features, log_law = (x.reshape(rows, width, -1) for x in (features, log_law))
         return Scores(shifted(law.log_prob), shifted(law.entropy), features, log_law)
+
+    def _thresholds(self, sequences: Sequences) -> Float[Array, "n"]:
+        """Slot `t` holds that of token `t + 1`."""
+        if sequences.thresholds is None or not self.law.filtered:
+            if self.law.filtered:
+                raise ValueError("the law filters, but the sequences carry no thresholds of their rollout")
+            return jnp.full((sequences.tokens.size,), -jnp.inf)
+        return jnp.roll(sequences.thresholds, -1, axis=1).reshape(-1)
+
+    def _context(self, sequences: Sequences) -> Context:
+        """What the law of token `t + 1` reads, at slot `t`."""
+        rows, width = sequences.tokens.shape
+        slots = jnp.arange(width, dtype=jnp.int32)[None]
+        position = slots + 1 - jnp.argmax(sequences.mask, axis=1).astype(jnp.int32)[:, None]
+        seen = None
+        if self.law.reads_history:
+            here = jax.nn.one_hot(sequences.tokens, self.policy.vocab_size, dtype=bool)
+            seen = lax.associative_scan(jnp.logical_or, here, axis=1).reshape(rows * width, -1)
+        return Context(position.reshape(-1), seen)
 
     def log_probs(
         self, params: PolicyParams, sequences: Sequences, microbatch: MicrobatchConfig

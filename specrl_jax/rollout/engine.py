@@ -1,31 +1,31 @@
 """Speculative rollouts in one compiled program.
 
 1. Prefill every prompt once; its samples share the result.
-2. Rounds, in `lax.while_loop`s without the host: the drafter proposes `k` tokens
-   per row, one policy forward scores them, and `match` verification emits the
-   policy's own samples for as long as the drafts equal them. With `k = 0` the
-   same code is plain autoregressive decoding.
+2. Rounds, in `lax.while_loop`s without the host: the drafter proposes tokens for
+   every row, a chain or a tree; one policy forward scores them; a rule
+   (`rollout/rules.py`) decides which are emitted. With draft length 0 the same
+   code is plain autoregressive decoding.
 3. As sequences end, the live rows move into a smaller batch (the ladder).
 
-Because the emitted token is always the policy's draw with noise keyed by
-(sequence, position), neither the drafter, nor the draft length, nor the row a
+By default (`Match`) the emitted token is always the policy's draw with noise keyed
+by (sequence, position): neither the drafter, nor the draft length, nor the row a
 sequence sits in can change what comes out.
 """
 
+import functools
 import math
 from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from flax import struct
 from jax import lax
-from jaxtyping import Array, Bool, Float, Int, UInt32
+from jaxtyping import Array, Bool, Float, Int, Shaped, UInt32
 
 from specrl_jax.data.prompts import Prompts
-from specrl_jax.drafters.protocol import Drafter
+from specrl_jax.drafters.protocol import Choice, Choose, Drafter
 from specrl_jax.errors import InputError
-from specrl_jax.models.cache import KVCache
+from specrl_jax.models.cache import KVCache, keep_path
 from specrl_jax.models.config import PolicyConfig
 from specrl_jax.models.numerics import Numerics
 from specrl_jax.models.params import PolicyParams
@@ -37,9 +37,14 @@ from specrl_jax.models.policy import (
     policy_cache,
     sequence_positions,
 )
-from specrl_jax.rollout.sampling import SamplingLaw, TokenLaw, sample_tokens
+from specrl_jax.models.tree import Tree
+from specrl_jax.rollout.draws import KeyedDraws
+from specrl_jax.rollout.noise import round_keys
+from specrl_jax.rollout.rows import Rows, count_round, emit, is_end
+from specrl_jax.rollout.rules import Match, Rule
+from specrl_jax.rollout.sampling import Context, SamplingLaw, TokenLaw, sample_tokens, with_tokens
 from specrl_jax.rollout.trajectory import RolloutStats, Trajectory
-from specrl_jax.rollout.verification import Verdict, match
+from specrl_jax.rollout.verification import Proposed, cut, one_hot_law
 
 
 @dataclass(frozen=True)
@@ -47,9 +52,9 @@ class RolloutConfig:
     """max_new_tokens: response tokens at most, end token included.
 
     samples_per_prompt: size of a prompt's group.
-    draft_length: drafts per round, 0 for autoregressive decoding.
-    end_ids: tokens that close a response.
-    law: the sampling law.
+    draft_length: drafts per round on the longest path, 0 for autoregressive decoding.
+    law: the sampling law; its end tokens close a response.
+    rule: how drafts are drawn and judged, in chains or trees.
     ladder: fractions of the batch that the live rows are compacted into, in order.
     smallest_rung: fewer rows than this get no rung of their own: each one is compiled.
     """
@@ -57,8 +62,8 @@ class RolloutConfig:
     max_new_tokens: int
     samples_per_prompt: int
     draft_length: int
-    end_ids: tuple[int, ...]
-    law: SamplingLaw = SamplingLaw()
+    law: SamplingLaw
+    rule: Rule = Match()
     ladder: tuple[float, ...] = (1.0, 0.5, 0.25, 0.125, 0.0625)
     smallest_rung: int = 16
 
@@ -71,10 +76,16 @@ class RolloutConfig:
         ):
             if getattr(self, name) < least:
                 raise InputError(f"rollout {name} is {getattr(self, name)}; it must be at least {least}")
-        if not self.end_ids:
-            raise InputError("rollout end_ids is empty; name at least one end token")
+        if not self.law.end_ids:
+            raise InputError("rollout end_ids is empty; name at least one end token in the sampling law")
         if not all(0.0 < fraction <= 1.0 for fraction in self.ladder):
             raise InputError(f"rollout ladder is {self.ladder}; give fractions above 0 and at most 1")
+        self.rule.tree(self.draft_length)  # refuses what is too large
+
+    @property
+    def tree(self) -> Tree:
+        """The tokens of a round."""
+        return self.rule.tree(self.draft_length)
 
     def rungs(self, rows: int) -> tuple[int, ...]:
         """Batch sizes of the ladder for `rows` sequences, largest first."""
@@ -82,30 +93,29 @@ class RolloutConfig:
         return tuple(sorted({size for size in sizes if size >= self.smallest_rung} | {rows}, reverse=True))
 
 
-@struct.dataclass
-class Rows:
-    """State of the rows of one rung; the row is the leading axis of every leaf.
-
-    cache: the policy's keys and values; `cache.length` tokens count.
-    drafter: the drafter's state, or None.
-    sequence: which sequence the row holds, `[r]`.
-    keys: its noise key, `[r, 2]`.
-    last_token: its newest token, emitted but not yet in the cache, `[r]`.
-    emitted: response tokens so far, `[r]`.
-    done: `[r]`.
-    """
-
-    cache: KVCache
-    drafter: Any
-    sequence: Int[Array, "r"]
-    keys: UInt32[Array, "r 2"]
-    last_token: Int[Array, "r"]
-    emitted: Int[Array, "r"]
-    done: Bool[Array, "r"]
+def with_drafts(seen: Bool[Array, "r v"], drafts: Int[Array, "r q"]) -> Bool[Array, "r v"]:
+    """`seen` and drafts that stand before the token in question."""
+    return with_tokens(seen, drafts, jnp.ones(drafts.shape, bool))
 
 
-def _is_end(tokens: Array, end_ids: tuple[int, ...]) -> Array:
-    return jnp.isin(tokens, jnp.asarray(end_ids, jnp.int32))
+def best(scores: Float[Array, "n v"], count: int) -> Int[Array, "n m"]:
+    """Indices of the `count` largest scores, the largest first."""
+    if count == 1:
+        return jnp.argmax(scores, axis=1)[:, None].astype(jnp.int32)
+    return lax.top_k(scores, count)[1]
+
+
+def along(path: Int[Array, "r k1"] | None, x: Shaped[Array, "r n1 ..."]) -> Shaped[Array, "r k1 ..."]:
+    """`x[r, path[r]]`; a chain is its own path."""
+    if path is None:
+        return x
+    return jnp.take_along_axis(x, path.reshape(*path.shape, *[1] * (x.ndim - 2)), axis=1)
+
+
+def _without_siblings(cache: KVCache, first: Int[Array, "r"], path: Int[Array, "r k1"]) -> KVCache:
+    """The cache with the accepted path of a tree in consecutive slots."""
+    move = functools.partial(keep_path, first=first, path=path)
+    return replace(cache, keys=tuple(map(move, cache.keys)), values=tuple(map(move, cache.values)))
 
 
 def _with_length(cache: KVCache | None, length: Int[Array, "r"]) -> KVCache:
@@ -117,11 +127,12 @@ def _with_length(cache: KVCache | None, length: Int[Array, "r"]) -> KVCache:
 def _empty_trajectory(prompts: Prompts, config: RolloutConfig) -> Trajectory:
     count = prompts.tokens.shape[0] * config.samples_per_prompt
     zero = jnp.int32(0)
-    stats = RolloutStats(zero, zero, zero, zero, jnp.zeros((config.draft_length,), jnp.int32), zero)
+    stats = RolloutStats(zero, zero, zero, zero, jnp.zeros((config.tree.depth,), jnp.int32), zero)
     return Trajectory(
         prompts=prompts,
         tokens=jnp.zeros((count, config.max_new_tokens), jnp.int32),
         log_probs=jnp.zeros((count, config.max_new_tokens), jnp.float32),
+        thresholds=jnp.full((count, config.max_new_tokens), -jnp.inf) if config.law.filtered else None,
         lengths=jnp.zeros((count,), jnp.int32),
         ended=jnp.zeros((count,), bool),
         entropy_sum=jnp.float32(0.0),
@@ -129,50 +140,19 @@ def _empty_trajectory(prompts: Prompts, config: RolloutConfig) -> Trajectory:
     )
 
 
-def _emit(
-    trajectory: Trajectory, rows: Rows, law: TokenLaw, counts: Int[Array, "r"], end_ids: tuple[int, ...]
-) -> tuple[Trajectory, Rows]:
-    """Append the first `counts[r]` tokens of every row to its sequence and advance the row."""
-    width = law.token.shape[0] // counts.shape[0]
-    token, log_prob, entropy = (x.reshape(-1, width) for x in (law.token, law.log_prob, law.entropy))
-    offsets = jnp.arange(width, dtype=jnp.int32)[None]
-    emitted_here = offsets < counts[:, None]
-    slots = jnp.where(emitted_here, rows.emitted[:, None] + offsets, trajectory.tokens.shape[1])
-    where = (rows.sequence[:, None], slots)
-    emitted = rows.emitted + counts
-    ended = jnp.any(_is_end(token, end_ids) & emitted_here, axis=1)
-    newest = jnp.take_along_axis(token, jnp.maximum(counts - 1, 0)[:, None], axis=1)[:, 0]
-    trajectory = replace(
-        trajectory,
-        tokens=trajectory.tokens.at[where].set(token, mode="drop"),
-        log_probs=trajectory.log_probs.at[where].set(log_prob, mode="drop"),
-        lengths=trajectory.lengths.at[rows.sequence].add(counts),
-        ended=trajectory.ended.at[rows.sequence].max(ended),
-        entropy_sum=trajectory.entropy_sum + jnp.sum(jnp.where(emitted_here, entropy, 0.0)),
-    )
-    rows = replace(
-        rows,
-        last_token=jnp.where(counts > 0, newest, rows.last_token),
-        emitted=emitted,
-        done=rows.done | ended | (emitted >= trajectory.tokens.shape[1]),
-    )
-    return trajectory, rows
+@dataclass(frozen=True)
+class Judged:
+    """A round before anything is emitted.
 
+    out: the policy's forward over the round's tokens. law: its draws there. log_p: its law, for rules that ask.
+    choice: the drafts. proposed: what the rule decided.
+    """
 
-def _count_round(stats: RolloutStats, verdict: Verdict, live: Bool[Array, "r"], drafts: int) -> RolloutStats:
-    stats = replace(stats, steps=stats.steps + jnp.sum(live))
-    if drafts == 0:
-        return stats
-    whole, cut = live & ~verdict.cut, live & verdict.cut
-    reached = verdict.accepted[:, None] > jnp.arange(drafts, dtype=jnp.int32)[None]
-    return replace(
-        stats,
-        rounds=stats.rounds + jnp.sum(whole),
-        accepted=stats.accepted + jnp.sum(jnp.where(whole, verdict.accepted, 0)),
-        cut_rounds=stats.cut_rounds + jnp.sum(cut),
-        cut_accepted=stats.cut_accepted + jnp.sum(jnp.where(cut, verdict.accepted, 0)),
-        accepted_at=stats.accepted_at + jnp.sum(reached & whole[:, None], axis=0, dtype=jnp.int32),
-    )
+    out: ForwardOutput
+    law: TokenLaw
+    log_p: Float[Array, "r n1 v"] | None
+    choice: Choice
+    proposed: Proposed
 
 
 @dataclass(frozen=True)
@@ -187,12 +167,12 @@ class RolloutEngine:
     def __post_init__(self) -> None:
         if self.config.draft_length > 0 and self.drafter is None:
             raise InputError(f"draft length is {self.config.draft_length} without a drafter; give one or use 0")
-        outside = [token for token in self.config.end_ids if not 0 <= token < self.policy.vocab_size]
-        if outside:
-            raise InputError(
-                f"end token {outside[0]} is not in the policy's vocabulary of {self.policy.vocab_size}; "
-                "use the end tokens of the policy's tokenizer"
-            )
+        law, size = self.config.law, self.policy.vocab_size
+        for kind, tokens in (("end", law.end_ids), ("forbidden", law.forbidden)):
+            outside = [token for token in tokens if not 0 <= token < size]
+            if outside:
+                remedy = "use the end tokens of the policy's tokenizer" if kind == "end" else "leave it out"
+                raise InputError(f"{kind} token {outside[0]} is not in the policy's vocabulary of {size}; {remedy}")
         if any(boundary > self.policy.num_layers for boundary in self._boundaries):
             raise InputError(
                 f"the drafter reads boundaries {self._boundaries} of a policy with {self.policy.num_layers} layers; "
@@ -214,54 +194,124 @@ class RolloutEngine:
             return jnp.zeros((rows, width, 0), out.hidden.dtype)
         return out.features.reshape(rows, width, -1)
 
-    def _propose(self, params: PolicyParams, draft_params: Any, rows: Rows) -> Int[Array, "r k"]:
-        """Drafts for the next `k` response positions, drawn with the policy's noise at those positions."""
-        law = self.config.law
+    def _propose(self, params: PolicyParams, draft_params: Any, rows: Rows) -> Choice:
+        """Drafts of the round's tree, from the drafter's law after the policy's filters."""
         if self.drafter is None or not self.speculative:
-            return jnp.zeros((rows.done.shape[0], 0), jnp.int32)
+            return Choice(jnp.zeros((rows.done.shape[0], 0), jnp.int32))
+        choose, tree = self._chooser(rows), self.config.tree
+        return self.drafter.propose(draft_params, params.embed, rows.drafter, rows.sequence, tree, choose)
 
-        def choose(logits: Array, target_ids: Array, step: int | Array) -> Array:
-            position = rows.emitted + jnp.asarray(step, jnp.int32)
-            return target_ids[law.choose(law.log_law(logits), rows.keys, position, target_ids)]
+    def _chooser(self, rows: Rows) -> Choose:
+        """How a drafter's logits become drafts: the policy's filters, the rule's noise."""
+        config, law, vocab_size = self.config, self.config.law, self.policy.vocab_size
+        keys = config.rule.draft_keys(rows.keys, rows.rounds)
 
-        return self.drafter.propose(draft_params, params.embed, rows.drafter, self.config.draft_length, choose)
+        def choose(logits: Array, target_ids: Array, before: Array, count: int) -> Choice:
+            shape, depth = logits.shape[:2], before.shape[2]
+            position = jnp.repeat(rows.emitted + depth, shape[1])
+            seen = None if rows.seen is None else jnp.repeat(rows.seen, shape[1], axis=0)
+            if seen is not None and depth:
+                seen = with_drafts(seen, before.reshape(-1, depth))
+            log_q = law.log_law(logits.reshape(len(position), -1), Context(position, seen), target_ids)
+            scores = log_q
+            if not config.rule.argmax_drafts:
+                scores = law.perturbed(log_q, jnp.repeat(keys, shape[1], axis=0), position, target_ids)
+            token = target_ids[best(scores, count)]
+            if not config.rule.needs_laws:
+                return Choice(token.reshape(*shape, count))
+            if config.rule.argmax_drafts or law.greedy:
+                log_law = one_hot_law(token, vocab_size)[:, 0]
+            else:
+                log_law = jnp.full((len(position), vocab_size), -jnp.inf).at[:, target_ids].set(log_q)
+            return Choice(token.reshape(*shape, count), log_law.reshape(*shape, vocab_size))
 
-    def _round(
-        self, params: PolicyParams, draft_params: Any, rows: Rows, trajectory: Trajectory
-    ) -> tuple[Rows, Trajectory]:
-        width = self.config.draft_length + 1
-        drafts = self._propose(params, draft_params, rows)
-        tokens = jnp.concatenate([rows.last_token[:, None], drafts], axis=1)
-        offsets = jnp.arange(width, dtype=jnp.int32)[None]
+        return choose
+
+    def judge(self, params: PolicyParams, draft_params: Any, rows: Rows) -> Judged:
+        """Draft, verify and decide; nothing is emitted yet."""
+        tree = self.config.tree
+        choice = self._propose(params, draft_params, rows)
+        tokens = jnp.concatenate([rows.last_token[:, None], choice.token], axis=1)
+        offsets = jnp.asarray(tree.depths, jnp.int32)[None]
         # A finished row, and drafts beyond the last position, are padding.
         wanted = ~rows.done[:, None] & (rows.emitted[:, None] + offsets < self.config.max_new_tokens)
         positions = jnp.where(wanted, rows.cache.length[:, None] + offsets, -1)
-        out, law = self._forward_and_sample(params, rows, grid_batch(tokens, positions), width)
-        live = ~rows.done
-        verdict = match(
-            drafts,
-            law.token.reshape(-1, width),
-            ends=_is_end(law.token, self.config.end_ids).reshape(-1, width),
+        out, law, log_p = self._forward_and_sample(params, rows, grid_batch(tokens, positions, tree), choice.token)
+        own = law.token.reshape(-1, tree.size)
+        proposed = Proposed(own, jnp.zeros_like(rows.emitted))
+        if self.speculative:
+            draws = KeyedDraws(round_keys(rows.keys, rows.rounds))
+            proposed = self.config.rule.decide(tree, choice.token, own, log_p, choice.log_law, draws)
+        return Judged(out, law, log_p, choice, proposed)
+
+    def round(
+        self, params: PolicyParams, draft_params: Any, rows: Rows, trajectory: Trajectory
+    ) -> tuple[Rows, Trajectory]:
+        """One round of every row."""
+        judged, tree = self.judge(params, draft_params, rows), self.config.tree
+        proposed, cache, live = judged.proposed, judged.out.cache, ~rows.done
+        law = self._emitted_law(judged) if self.speculative else judged.law
+        verdict = cut(
+            proposed,
+            ends=is_end(proposed.tokens, self.config.law.end_ids),
             room=jnp.where(live, self.config.max_new_tokens - rows.emitted, 0),
         )
         drafter = rows.drafter
         if self.drafter is not None and self.speculative:
-            features = self._features(out, *tokens.shape)
-            emitted = law.token.reshape(-1, width)
-            drafter = self.drafter.commit(draft_params, params.embed, drafter, emitted, features, verdict.counts)
-        trajectory = replace(trajectory, stats=_count_round(trajectory.stats, verdict, live, self.config.draft_length))
-        trajectory, rows = _emit(trajectory, rows, law, verdict.counts, self.config.end_ids)
-        cache = _with_length(out.cache, rows.cache.length + verdict.counts)
-        return replace(rows, cache=cache, drafter=drafter), trajectory
+            features = along(proposed.path, self._features(judged.out, live.shape[0], tree.size))
+            drafter = self.drafter.commit(
+                draft_params, params.embed, drafter, proposed.tokens, features, verdict.counts
+            )
+        trajectory = replace(trajectory, stats=count_round(trajectory.stats, verdict, live, tree.depth))
+        cache = _with_length(cache, rows.cache.length + verdict.counts)
+        if proposed.path is not None:
+            cache = _without_siblings(cache, rows.cache.length, proposed.path)
+        trajectory, rows = emit(trajectory, rows, law, verdict.counts, self.config.law.end_ids)
+        return replace(rows, cache=cache, drafter=drafter, rounds=rows.rounds + 1), trajectory
+
+    def _emitted_law(self, judged: Judged) -> TokenLaw:
+        """What is kept of the law at the tokens that a rule proposes."""
+        proposed, log_p, log_q = judged.proposed, judged.log_p, judged.choice.log_law
+        rows = proposed.tokens.shape[0]
+        law = jax.tree.map(lambda x: along(proposed.path, x.reshape(rows, -1)), judged.law)
+        law = replace(law, token=proposed.tokens)
+        if self.config.rule.needs_laws and log_p is not None and log_q is not None:
+            behaviour = self.config.rule.behaviour(log_p, log_q)
+            log_prob = jnp.take_along_axis(behaviour, proposed.tokens[..., None], axis=2)[..., 0]
+            law = replace(law, log_prob=log_prob)
+        return jax.tree.map(lambda x: x.reshape(-1), law)
 
     def _forward_and_sample(
-        self, params: PolicyParams, rows: Rows, batch: TokenBatch, width: int
-    ) -> tuple[ForwardOutput, TokenLaw]:
+        self, params: PolicyParams, rows: Rows, batch: TokenBatch, drafts: Int[Array, "r n"]
+    ) -> tuple[ForwardOutput, TokenLaw, Float[Array, "r n1 v"] | None]:
+        """The forward over `[last token, drafts]`, the policy's draws, and its law for rules that judge by it."""
+        config, tree = self.config, self.config.tree
         out = forward(params, self.policy, batch, numerics=self.numerics, cache=rows.cache, boundaries=self._boundaries)
-        keys = jnp.repeat(rows.keys, width, axis=0)
-        draws = (rows.emitted[:, None] + jnp.arange(width, dtype=jnp.int32)[None]).reshape(-1)
-        law = sample_tokens(params, self.policy, self.config.law, out.hidden, keys, draws, self.numerics)
-        return out, law
+        keys = jnp.repeat(rows.keys, tree.size, axis=0)
+        position = (rows.emitted[:, None] + jnp.asarray(tree.depths, jnp.int32)[None]).reshape(-1)
+        seen = None
+        if rows.seen is not None:
+            # Below a node, everything before the round and the drafts on the path to it have been seen.
+            views = [rows.seen]
+            for node, parent in enumerate(tree.parents):
+                views.append(with_drafts(views[parent], drafts[:, node : node + 1]))
+            seen = jnp.stack(views, axis=1).reshape(len(position), -1)
+        keep_law = self.speculative and config.rule.needs_laws
+        law, log_p = sample_tokens(
+            params,
+            self.policy,
+            config.law,
+            out.hidden,
+            keys,
+            Context(position, seen),
+            self.numerics,
+            keep_law=keep_law,
+        )
+        if log_p is not None:
+            if config.law.greedy:
+                log_p = one_hot_law(law.token[:, None], log_p.shape[-1])[:, 0]
+            log_p = log_p.reshape(-1, tree.size, log_p.shape[-1])
+        return out, law, log_p
 
     def check_prompt_width(self, width: int) -> None:
         """Raise InputError unless prompts of `width` tokens and their responses fit the policy's context."""
@@ -278,7 +328,9 @@ class RolloutEngine:
         """Read every prompt once, hand the result to its samples, and draw their first tokens."""
         groups, width = prompts.tokens.shape
         self.check_prompt_width(width)
-        samples, capacity = self.config.samples_per_prompt, width + self.config.max_new_tokens
+        samples = self.config.samples_per_prompt
+        # A tree needs more slots than positions.
+        capacity = width + self.config.max_new_tokens + self.config.tree.size - 1 - self.config.tree.depth
         cache = policy_cache(self.policy, groups, capacity, self.numerics)
         batch = grid_batch(prompts.tokens, sequence_positions(prompts.lengths, width))
         out = forward(params, self.policy, batch, numerics=self.numerics, cache=cache, boundaries=self._boundaries)
@@ -295,7 +347,11 @@ class RolloutEngine:
         issued = share(prompts.lengths > 0)
         first = jnp.zeros((count,), jnp.int32)
         hidden = share(last(out.hidden.reshape(groups, width, -1))[:, 0])
-        law = sample_tokens(params, self.policy, self.config.law, hidden, keys, first, self.numerics)
+        seen = None
+        if self.config.law.reads_history:
+            none = jnp.zeros((groups, self.policy.vocab_size), bool)
+            seen = share(with_tokens(none, prompts.tokens, batch.positions.reshape(groups, width) >= 0))
+        law, _ = sample_tokens(params, self.policy, self.config.law, hidden, keys, Context(first, seen), self.numerics)
         rows = Rows(
             cache=share(_with_length(out.cache, prompts.lengths)),
             drafter=None,
@@ -303,10 +359,12 @@ class RolloutEngine:
             keys=keys,
             last_token=first,
             emitted=first,
+            rounds=first,
+            seen=seen,
             done=~issued,
         )
         one = issued.astype(jnp.int32)
-        trajectory, rows = _emit(_empty_trajectory(prompts, self.config), rows, law, one, self.config.end_ids)
+        trajectory, rows = emit(_empty_trajectory(prompts, self.config), rows, law, one, self.config.law.end_ids)
         if self.drafter is not None and self.speculative:
             state = self.drafter.init_state(groups, capacity)
             features = self._features(out, groups, width)
@@ -341,7 +399,7 @@ class RolloutEngine:
 
             rows, trajectory = lax.while_loop(
                 more_live_than_next_rung,
-                lambda state: self._round(params, draft_params, *state),
+                lambda state: self.round(params, draft_params, *state),
                 (rows, trajectory),
             )
         return trajectory

@@ -15,6 +15,9 @@ from jaxtyping import Array, Float, Int, UInt32
 Purpose = Literal["rollout", "evaluation", "draft_data"]
 _PURPOSES = {"rollout": 0, "evaluation": 1, "draft_data": 2}
 
+Use = Literal["draft", "coin", "residual"]
+_USES = {"draft": 1, "coin": 2, "residual": 3}
+
 
 def sequence_keys(
     seed: int | Int[Array, ""],
@@ -42,6 +45,20 @@ def sequence_keys(
         return jax.random.key_data(jax.random.fold_in(jax.random.fold_in(key, row_id), sample))
 
     return jax.vmap(one)(row_ids, samples)
+
+
+def round_keys(keys: UInt32[Array, "r 2"], rounds: Int[Array, "r"]) -> UInt32[Array, "r 2"]:
+    """Keys of a sequence's round number `rounds[r]`, for rules that need fresh noise in every round."""
+    return jax.vmap(lambda key, index: jax.random.key_data(jax.random.fold_in(_wrap(key), index)))(keys, rounds)
+
+
+def subkeys(keys: UInt32[Array, "r 2"], use: Use) -> UInt32[Array, "r 2"]:
+    """Keys of one use within a round; uses never share noise."""
+    return jax.vmap(lambda key: jax.random.key_data(jax.random.fold_in(_wrap(key), _USES[use])))(keys)
+
+
+def _wrap(key: UInt32[Array, "2"]) -> Array:
+    return jax.random.wrap_key_data(key, impl="threefry2x32")
 
 
 def _mix(x: Array) -> Array:
@@ -72,7 +89,16 @@ def gumbel_noise(
         positions: index of the drawn token in its response, from 0.
         token_ids: vocabulary entries that take part (all of them, or a draft vocabulary).
     """
-    bits = random_bits(keys, positions, token_ids).astype(jnp.float32)
     # u is fine-grained near 0, where the large draws that decide an argmax come from.
-    u = jnp.clip((bits + 0.5) * 2.0**-32, 2.0**-33, 1.0 - 2.0**-24)
-    return -jnp.log(-jnp.log1p(-u))
+    return -jnp.log(-jnp.log1p(-_uniform(random_bits(keys, positions, token_ids))))
+
+
+def uniform_logs(keys: UInt32[Array, "r 2"], count: int) -> Float[Array, "r k"]:
+    """Logarithms of `count` independent uniforms per key, float32, below 0 and finite."""
+    first = jnp.zeros((keys.shape[0],), jnp.int32)
+    return jnp.log(_uniform(random_bits(keys, first, jnp.arange(count, dtype=jnp.int32))))
+
+
+def _uniform(bits: UInt32[Array, "*n"]) -> Float[Array, "*n"]:
+    """Numbers above 0 and below 1, the finer the nearer to 0."""
+    return jnp.clip((bits.astype(jnp.float32) + 0.5) * 2.0**-32, 2.0**-33, 1.0 - 2.0**-24)

@@ -1,12 +1,14 @@
 """The policy's sampling law, defined once for rollouts, drafts, log-probs and losses."""
 
 import functools
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
 from flax import struct
-from jaxtyping import Array, Float, Int, UInt32
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from specrl_jax.errors import InputError
 from specrl_jax.models.config import PolicyConfig
@@ -16,37 +18,152 @@ from specrl_jax.models.policy import head_weights, token_logits
 from specrl_jax.rollout.noise import gumbel_noise
 
 
+@struct.dataclass
+class Context:
+    """What the law of a token depends on besides its logits.
+
+    position: index of the token in its response, `[n]`.
+    seen: vocabulary entries that occur before it, prompt included, `[n, v]`; None where the law does not ask.
+    """
+
+    position: Int[Array, "n"]
+    seen: Bool[Array, "n v"] | None = None
+
+
 @dataclass(frozen=True)
 class SamplingLaw:
-    """temperature: 1 is the policy itself; 0 is greedy, whose log-probs are reported at temperature 1."""
+    """The law of the next token, made from logits in this order (that of `transformers`).
+
+    1. repetition_penalty r: positive logits of tokens seen before are divided by it, negative ones multiplied.
+    2. forbidden tokens, and end tokens among the first `min_new_tokens`, get probability 0.
+    3. temperature: log softmax(logits / temperature), the tempered law. 1 is the policy itself; at 0 the most
+       probable token is taken, without a division, and log-probs are reported at temperature 1.
+    4. Of the tempered law remain the top_k most probable tokens, then of these as many as it takes to reach the
+       mass top_p, then those of at least min_p times the probability of the best. Each of the three keeps
+       what lies above a threshold, ties included, so that one threshold per token describes them all.
+    5. What remains is scaled to sum to 1.
+
+    top_k 0, top_p 1, min_p 0 and repetition_penalty 1 change nothing.
+    """
 
     temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    forbidden: tuple[int, ...] = ()
+    min_new_tokens: int = 0
+    end_ids: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if not 0.0 <= self.temperature <= 100.0:
             raise InputError(f"temperature is {self.temperature}; choose a value from 0 (greedy) to 100")
+        for name, low in (("top_k", 0), ("min_new_tokens", 0)):
+            if getattr(self, name) < low:
+                raise InputError(f"{name} is {getattr(self, name)}; it must be at least {low}")
+        if not 0.0 < self.top_p <= 1.0:
+            raise InputError(f"top_p is {self.top_p}; choose a mass above 0 and at most 1")
+        if not 0.0 <= self.min_p < 1.0:
+            raise InputError(f"min_p is {self.min_p}; choose a share of at least 0 and below 1")
+        if not 0.0 < self.repetition_penalty < math.inf:
+            raise InputError(f"repetition_penalty is {self.repetition_penalty}; it must be a number above 0")
+        if self.min_new_tokens and not self.end_ids:
+            raise InputError(f"min_new_tokens is {self.min_new_tokens} without end tokens; name them in end_ids")
 
     @property
     def greedy(self) -> bool:
         """Whether the most probable token is taken, without noise."""
         return self.temperature == 0.0
 
-    def log_law(self, logits: Float[Array, "n v"]) -> Float[Array, "n v"]:
-        """Log-probabilities of the next token, float32."""
+    @property
+    def filtered(self) -> bool:
+        """Whether top-k, top-p or min-p remove anything."""
+        return self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0
+
+    @property
+    def full(self) -> "SamplingLaw":
+        """The law before top-k, top-p and min-p: every token keeps its probability."""
+        return replace(self, top_k=0, top_p=1.0, min_p=0.0)
+
+    @property
+    def reads_history(self) -> bool:
+        """Whether `Context.seen` is needed."""
+        return self.repetition_penalty != 1.0
+
+    def tempered(
+        self, logits: Float[Array, "n v"], context: Context, token_ids: Int[Array, "v"]
+    ) -> Float[Array, "n v"]:
+        """Log-law after steps 1 to 3; column `i` of the logits is vocabulary entry `token_ids[i]`."""
+        if self.reads_history:
+            if context.seen is None:
+                raise ValueError("a repetition penalty needs Context.seen")
+            scaled = jnp.where(logits > 0, logits / self.repetition_penalty, logits * self.repetition_penalty)
+            logits = jnp.where(context.seen[:, token_ids], scaled, logits)
+        if self.forbidden:
+            logits = jnp.where(_among(token_ids, self.forbidden)[None], -jnp.inf, logits)
+        if self.min_new_tokens:
+            early = context.position < self.min_new_tokens
+            logits = jnp.where(early[:, None] & _among(token_ids, self.end_ids)[None], -jnp.inf, logits)
         scale = 1.0 if self.greedy else 1.0 / self.temperature
         return jax.nn.log_softmax(logits * scale, axis=-1)
 
-    def choose(
+    def threshold(self, tempered: Float[Array, "n v"]) -> Float[Array, "n"]:
+        """Least tempered log-probability of the support; -inf where everything remains."""
+        least = jnp.full(tempered.shape[:1], -jnp.inf, tempered.dtype)
+        if 0 < self.top_k < tempered.shape[1]:
+            least = lax.top_k(tempered, self.top_k)[0][:, -1]
+        if self.top_p < 1.0:
+            ordered = -jnp.sort(-tempered, axis=1)
+            mass = jnp.where(ordered >= least[:, None], jnp.exp(ordered), 0.0)
+            before = jnp.cumsum(mass, axis=1) - mass
+            needed = (before < self.top_p * jnp.sum(mass, axis=1, keepdims=True)) & (mass > 0)
+            least = jnp.min(jnp.where(needed, ordered, jnp.inf), axis=1)
+        if self.min_p > 0.0:
+            least = jnp.maximum(least, jnp.max(tempered, axis=1) + math.log(self.min_p))
+        return least
+
+    def restrict(
+        self, tempered: Float[Array, "n v"], least: Float[Array, "n"], token: Int[Array, "n"] | None = None
+    ) -> Float[Array, "n v"]:
+        """The tempered law on its support, scaled to sum to 1, -inf elsewhere.
+
+        Args:
+            tempered: from `tempered`.
+            least: from `threshold`, or as it was at rollout.
+            token: belongs to the support whatever its probability is now.
+        """
+        if not self.filtered:
+            return tempered
+        inside = tempered >= least[:, None]
+        if token is not None:
+            inside |= jax.nn.one_hot(token, tempered.shape[1], dtype=bool)
+        kept = jnp.where(inside, tempered, -jnp.inf)
+        return kept - jax.nn.logsumexp(kept, axis=1, keepdims=True)
+
+    def log_law(self, logits: Float[Array, "n v"], context: Context, token_ids: Int[Array, "v"]) -> Float[Array, "n v"]:
+        """Log-probabilities of the next token after all steps."""
+        tempered = self.tempered(logits, context, token_ids)
+        return self.restrict(tempered, self.threshold(tempered))
+
+    def perturbed(
         self,
         scores: Float[Array, "n v"],
         keys: UInt32[Array, "n 2"],
         positions: Int[Array, "n"],
         token_ids: Int[Array, "v"],
-    ) -> Int[Array, "n"]:
-        """Index of the drawn token: argmax of log-probabilities (up to a constant) plus noise."""
-        if not self.greedy:
-            scores = scores + gumbel_noise(keys, positions, token_ids)
-        return jnp.argmax(scores, axis=-1).astype(jnp.int32)
+    ) -> Float[Array, "n v"]:
+        """Log-probabilities (up to a constant) plus noise, whose argmax is a draw; as they are at temperature 0."""
+        return scores if self.greedy else scores + gumbel_noise(keys, positions, token_ids)
+
+
+def with_tokens(seen: Bool[Array, "r v"], tokens: Int[Array, "r q"], which: Bool[Array, "r q"]) -> Bool[Array, "r v"]:
+    """`seen` and the tokens of each row that `which` names."""
+    rows = jnp.arange(seen.shape[0], dtype=jnp.int32)[:, None]
+    return seen.at[rows, jnp.where(which, tokens, seen.shape[1])].set(True, mode="drop")
+
+
+def _among(token_ids: Int[Array, "v"], wanted: tuple[int, ...]) -> Bool[Array, "v"]:
+    return jnp.isin(token_ids, jnp.asarray(wanted, token_ids.dtype))
 
 
 @struct.dataclass
@@ -56,31 +173,43 @@ class TokenLaw:
     token: drawn (or given) token, `[n]`.
     log_prob: its log-probability, `[n]` float32.
     entropy: of the whole law in nats, `[n]` float32.
+    threshold: least tempered log-probability of the support, `[n]` float32.
     """
 
     token: Int[Array, "n"]
     log_prob: Float[Array, "n"]
     entropy: Float[Array, "n"]
+    threshold: Float[Array, "n"]
 
 
-def _describe(log_law: Float[Array, "n v"], token: Int[Array, "n"]) -> TokenLaw:
+def _describe(log_law: Float[Array, "n v"], token: Int[Array, "n"], threshold: Float[Array, "n"]) -> TokenLaw:
     log_prob = jnp.take_along_axis(log_law, token[:, None], axis=1)[:, 0]
     entropy = -jnp.sum(jnp.exp(log_law) * jnp.maximum(log_law, -1e30), axis=-1)
-    return TokenLaw(token, log_prob, entropy)
+    return TokenLaw(token, log_prob, entropy, threshold)
+
+
+def _given(context: Context) -> tuple[Array, ...]:
+    """The arrays of a context, for `map_tokens`."""
+    return (context.position,) if context.seen is None else (context.position, context.seen)
 
 
 def _sample_block(
     config: PolicyConfig,
     tied: bool,
     law: SamplingLaw,
+    keep_law: bool,
     weights: tuple[Array, Array],
     hidden: Float[Array, "n d"],
     keys: UInt32[Array, "n 2"],
-    positions: Int[Array, "n"],
-) -> TokenLaw:
-    log_law = law.log_law(token_logits(config, tied, weights, hidden))
-    ids = jnp.arange(log_law.shape[1], dtype=jnp.int32)
-    return _describe(log_law, law.choose(log_law, keys, positions, ids))
+    *context: Array,
+) -> tuple[TokenLaw, Float[Array, "n v"] | None]:
+    logits = token_logits(config, tied, weights, hidden)
+    ids = jnp.arange(logits.shape[1], dtype=jnp.int32)
+    tempered = law.tempered(logits, Context(*context), ids)
+    threshold = law.threshold(tempered)
+    log_law = law.restrict(tempered, threshold)
+    token = jnp.argmax(law.perturbed(log_law, keys, context[0], ids), axis=-1).astype(jnp.int32)
+    return _describe(log_law, token, threshold), (log_law if keep_law else None)
 
 
 def _score_block(
@@ -91,9 +220,13 @@ def _score_block(
     weights: tuple[Array, Array],
     hidden: Float[Array, "n d"],
     tokens: Int[Array, "n"],
+    thresholds: Float[Array, "n"],
+    *context: Array,
 ) -> tuple[TokenLaw, Float[Array, "n v"] | None]:
-    log_law = law.log_law(token_logits(config, tied, weights, hidden))
-    return _describe(log_law, tokens), (log_law if keep_law else None)
+    logits = token_logits(config, tied, weights, hidden)
+    tempered = law.tempered(logits, Context(*context), jnp.arange(logits.shape[1], dtype=jnp.int32))
+    log_law = law.restrict(tempered, thresholds, tokens)
+    return _describe(log_law, tokens, thresholds), (jax.nn.log_softmax(logits, axis=-1) if keep_law else None)
 
 
 def sample_tokens(
@@ -102,13 +235,18 @@ def sample_tokens(
     law: SamplingLaw,
     hidden: Float[Array, "n d"],
     keys: UInt32[Array, "n 2"],
-    positions: Int[Array, "n"],
+    context: Context,
     numerics: Numerics,
-) -> TokenLaw:
-    """Draw the next token of every hidden state with the noise of its response position."""
+    *,
+    keep_law: bool = False,
+) -> tuple[TokenLaw, Float[Array, "n v"] | None]:
+    """Draw the next token of every hidden state with the noise of its response position.
+
+    With `keep_law` the whole log-law is returned too, for rules that judge drafts by it.
+    """
     *weights, tied = head_weights(params)
-    block = functools.partial(_sample_block, config, tied, law)
-    return map_tokens(block, tuple(weights), (hidden, keys, positions), numerics)
+    block = functools.partial(_sample_block, config, tied, law, keep_law)
+    return map_tokens(block, tuple(weights), (hidden, keys, *_given(context)), numerics)
 
 
 def score_tokens(
@@ -117,11 +255,17 @@ def score_tokens(
     law: SamplingLaw,
     hidden: Float[Array, "n d"],
     tokens: Int[Array, "n"],
+    thresholds: Float[Array, "n"],
+    context: Context,
     numerics: Numerics,
     *,
     keep_law: bool = False,
 ) -> tuple[TokenLaw, Float[Array, "n v"] | None]:
-    """Log-probability of given next tokens under the same law; with `keep_law` the whole law too."""
+    """Log-probability of given next tokens under the same law, on the support that the rollout stored.
+
+    A given token belongs to its support even where its probability has since fallen below the threshold.
+    With `keep_law` the policy's own log-law is returned too, log softmax(logits).
+    """
     *weights, tied = head_weights(params)
     block = functools.partial(_score_block, config, tied, law, keep_law)
-    return map_tokens(block, tuple(weights), (hidden, tokens), numerics)
+    return map_tokens(block, tuple(weights), (hidden, tokens, thresholds, *_given(context)), numerics)

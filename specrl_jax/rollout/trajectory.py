@@ -35,7 +35,9 @@ class Trajectory:
 
     prompts: as given.
     tokens: response tokens, end token included, 0 beyond `lengths`, `[b, t]`.
-    log_probs: of those tokens under the policy's sampling law, float32, 0 beyond, `[b, t]`.
+    log_probs: of those tokens under the law that they were drawn from, float32, 0 beyond, `[b, t]`.
+    thresholds: least tempered log-probability of each token's support, float32, `[b, t]`; None where the law
+        filters nothing.
     lengths: response tokens, `[b]`.
     ended: whether the response closed with an end token; otherwise it was truncated, `[b]`.
     entropy_sum: entropy of the law in nats, summed over all response tokens, `[]`.
@@ -45,6 +47,7 @@ class Trajectory:
     prompts: Prompts
     tokens: Int[Array, "b t"]
     log_probs: Float[Array, "b t"]
+    thresholds: Float[Array, "b t"] | None
     lengths: Int[Array, "b"]
     ended: Bool[Array, "b"]
     entropy_sum: Float[Array, ""]
@@ -59,12 +62,16 @@ class Sequences:
     lengths: tokens of prompt and response, `[b]`.
     mask: True where the token is a response token, `[b, t]`.
     log_probs: rollout log-probability of each response token, 0 elsewhere, `[b, t]`.
+    thresholds: least tempered log-probability of its support, -inf elsewhere, `[b, t]`, or None.
+    behaviour: log-probability under the law that it was drawn from, where `log_probs` is another's, `[b, t]`, or None.
     """
 
     tokens: Int[Array, "b t"]
     lengths: Int[Array, "b"]
     mask: Bool[Array, "b t"]
     log_probs: Float[Array, "b t"]
+    thresholds: Float[Array, "b t"] | None = None
+    behaviour: Float[Array, "b t"] | None = None
 
 
 def to_sequences(trajectory: Trajectory) -> Sequences:
@@ -80,10 +87,14 @@ def to_sequences(trajectory: Trajectory) -> Sequences:
     reach = jnp.clip(response_slot, 0, trajectory.tokens.shape[1] - 1)
     from_response = jnp.take_along_axis(trajectory.tokens, reach, axis=1)
     log_probs = jnp.take_along_axis(trajectory.log_probs, reach, axis=1)
+    thresholds = trajectory.thresholds
+    if thresholds is not None:
+        thresholds = jnp.where(in_response, jnp.take_along_axis(thresholds, reach, axis=1), -jnp.inf)
     tokens = jnp.where(in_response, from_response, jnp.where(response_slot < 0, from_prompt, 0))
     return Sequences(
         tokens=tokens,
         lengths=prompt_lengths + trajectory.lengths,
         mask=in_response,
         log_probs=jnp.where(in_response, log_probs, 0.0),
+        thresholds=thresholds,
     )

@@ -122,13 +122,22 @@ class GrpoRun:
                 for i, row in enumerate(rows):
                     last = jax.tree.map(lambda x, i=i: x[i], trajectories)
                     step = done - count + i + 1
-                    row |= response_metrics(last) | {"draft_length": self.program.step.engine.config.draft_length}
+                    row |= response_metrics(last) | self._what_differs()
                     log.append(last)
                     writer.write(step, row)
                     self.on_step(step, row, last, rewards[i])
                 meta = {"step": done, "dispatches": dispatches, "trajectory_bytes": log.size}
                 save_checkpoint(checkpoints, done, state, meta)
         return RunReport(state, log.close(), last)
+
+    def _what_differs(self) -> dict[str, Any]:
+        """How drafts are made, and what makes this run another one than plain GRPO."""
+        step = self.program.step
+        rule = step.engine.config.rule
+        row: dict[str, Any] = {"draft_length": step.engine.config.draft_length}
+        if not rule.exact:
+            row["lenience"] = getattr(rule, "lenience", None)
+        return row | ({"couple_epochs": True} if step.couple_epochs else {})
 
     def _baseline_row(self, writer: MetricsWriter, state: GrpoState) -> None:
         if self.config.eval_every:

@@ -180,3 +180,40 @@ def _time_parts(rows: Rows) -> dict[str, float]:
     parts = {key: float(np.median([row.get(key) or 0.0 for row in rows])) for key in _TIME_PARTS}
     parts["time_rollout_s"] = max(parts["time_rollout_s"] - parts["time_prefill_s"], 0.0)
     return parts
+
+
+def draw_losslessness(rows: Rows, costs: Rows) -> Figure:
+    """Divergences per million tokens by kind of run, found and expected; and the cost of invariant numerics.
+
+    Args:
+        rows: of `experiments.losslessness`, with numerics, dtype, tokens, divergences, and expected where known.
+        costs: rows, dtype, cost.
+    """
+    figure = Figure(figsize=(10, 4), layout="constrained")
+    left, right = figure.subplots(1, 2)
+    kinds = list(dict.fromkeys((row["numerics"], row["dtype"]) for row in rows))
+    for i, kind in enumerate(kinds):
+        own = [row for row in rows if (row["numerics"], row["dtype"]) == kind]
+        tokens = sum(row["tokens"] for row in own)
+        found = 1e6 * sum(row["divergences"] for row in own) / tokens
+        left.bar(i, found, color=_COLORS[i])
+        left.annotate(f"{found:.3g}\n{tokens:,} tokens", (i, found), ha="center", va="bottom")
+        if all("expected" in row for row in own):
+            expected = 1e6 * sum(row["expected"] for row in own) / tokens
+            left.plot([i - 0.4, i + 0.4], [expected] * 2, color="black", linestyle="--", label="expected of rounding")
+    left.set_xticks(range(len(kinds)), [f"{numerics}\n{dtype}" for numerics, dtype in kinds])
+    left.set_yscale("symlog", linthresh=0.1)
+    left.set_ylim(0, None)
+    left.margins(y=0.2)
+    left.set_ylabel("divergences per million tokens")
+    if left.get_legend_handles_labels()[0]:
+        left.legend()
+    for i, dtype in enumerate(dict.fromkeys(row["dtype"] for row in costs)):
+        own = [row for row in costs if row["dtype"] == dtype]
+        right.plot([row["rows"] for row in own], [row["cost"] for row in own], "o-", color=_COLORS[i], label=dtype)
+    right.axhline(1.0, color="black", linewidth=0.8)
+    right.set_xscale("log", base=2)
+    right.set_xlabel("rows")
+    right.set_ylabel("invariant decode step / plain")
+    right.legend()
+    return figure

@@ -20,6 +20,9 @@ from specrl_jax.rollout.engine import RolloutEngine
 from specrl_jax.rollout.noise import Purpose, sequence_keys
 from specrl_jax.rollout.trajectory import Trajectory
 
+# Fields of a trajectory with a row per response.
+_OF_RESPONSES = ("tokens", "log_probs", "thresholds", "lengths", "ended")
+
 
 @dataclass(frozen=True, eq=False)
 class Sampler:
@@ -83,15 +86,15 @@ def first_prompts(trajectory: Trajectory, count: int) -> Trajectory:
     return replace(
         trajectory,
         prompts=jax.tree.map(lambda x: x[:count], trajectory.prompts),
-        **{name: getattr(trajectory, name)[:rows] for name in ("tokens", "log_probs", "lengths", "ended")},
+        **{name: jax.tree.map(lambda x: x[:rows], getattr(trajectory, name)) for name in _OF_RESPONSES},
     )
 
 
 def concatenate(trajectories: list[Trajectory]) -> Trajectory:
     """One trajectory from several; counts are added."""
-    rows = ("prompts", "tokens", "log_probs", "lengths", "ended")
     joined = {
-        name: jax.tree.map(lambda *x: np.concatenate(x), *(getattr(t, name) for t in trajectories)) for name in rows
+        name: jax.tree.map(lambda *x: np.concatenate(x), *(getattr(t, name) for t in trajectories))
+        for name in ("prompts", *_OF_RESPONSES)
     }
     added = {
         name: jax.tree.map(lambda *x: sum(x), *(getattr(t, name) for t in trajectories))

@@ -1,0 +1,355 @@
+"""Does speculation change anything? The same sequences drawn by many programs, and compared.
+
+- Plain numerics: every drafter, draft length, tree, order and batch against autoregressive decoding. The only
+  difference allowed is a rounding tie; each is listed, and their number compared with its prediction.
+- Invariant numerics, float32 and bfloat16: no difference at all, and log-probs equal to the training
+  forward's to the bit. What that costs, by rows.
+- Plain bfloat16: how often it differs.
+
+`--policy runs/demo/policy --drafter runs/demo/drafter --task arithmetic` takes the demo's policy.
+"""
+
+import dataclasses
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from experiments.common import Run, RunOptions, check_least, progress, run_main
+from experiments.exactness import (
+    Arm,
+    Rounding,
+    Scene,
+    compared_tokens,
+    first_differences,
+    gaps,
+    roll,
+    rounding,
+)
+from experiments.inference import (
+    Model,
+    ModelFlags,
+    ModelOptions,
+    ProblemFlags,
+    ProblemOptions,
+    check_run,
+    open_model,
+    open_problems,
+)
+from experiments.outputs import markdown_table, open_output, provenance, write_results
+from experiments.probe_drafters import Adversary, corrupted
+from specrl_jax.drafters.eagle3_params import init_eagle3
+from specrl_jax.drafters.protocol import Drafter
+from specrl_jax.drafters.replay import Replay, ReplayDrafter
+from specrl_jax.errors import InputError
+from specrl_jax.models.numerics import Numerics
+from specrl_jax.models.tree import Tree
+from specrl_jax.rl.microbatches import MicrobatchConfig
+from specrl_jax.rl.scoring import Scorer
+from specrl_jax.rollout.engine import RolloutConfig, RolloutEngine
+from specrl_jax.rollout.rules import Match
+from specrl_jax.rollout.sampling import SamplingLaw
+from specrl_jax.rollout.trajectory import Trajectory, to_sequences
+from specrl_jax.training.metrics import write_json
+from specrl_jax.training.plots import draw_losslessness
+
+SCRIPT = "losslessness"
+PLAIN, INVARIANT = Numerics("plain"), Numerics("invariant")
+
+
+@dataclass(frozen=True)
+class Config:
+    """Options of the report."""
+
+    run: Run = RunOptions()
+    model: ModelFlags = ModelOptions()
+    problem: ProblemFlags = ProblemOptions(task="arithmetic", problems=2048)
+    """Problems whose responses are drawn, one each; the plain arms."""
+    invariant_problems: int = 768
+    """The invariant arms take so many of them."""
+    batch: int = 256
+    """Rows together; the numbers of problems are multiples of it."""
+    max_new_tokens: int = 192
+    temperature: float = 1.0
+    corruption: float = 0.1
+    """Share of wrong tokens in the replayed responses."""
+    draft_lengths: tuple[int, ...] = (1, 2, 3, 5, 7)
+    cost_rows: tuple[int, ...] = (1, 8, 32, 64)
+    cost_tokens: int = 48
+    """Tokens per row of the timed rollouts."""
+    repeats: int = 5
+
+    def __post_init__(self) -> None:
+        check_least("", self, batch=1, invariant_problems=1, max_new_tokens=1, repeats=1, cost_tokens=2)
+        for name, count in (("problems", self.problem.problems), ("invariant-problems", self.invariant_problems)):
+            if count % self.batch:
+                raise InputError(f"--{name} is {count}; choose a multiple of --batch {self.batch}")
+        if self.temperature <= 0:
+            raise InputError(f"--temperature is {self.temperature}; draws need one above 0")
+        if not 0.0 <= self.corruption <= 1.0:
+            raise InputError(f"--corruption is {self.corruption}; choose a share from 0 to 1")
+
+    @property
+    def mesh(self) -> str:
+        """One device: what several change is a matter of the mesh tests."""
+        return "data=1"
+
+
+SMOKE = {
+    "problem": {"problems": 16},
+    "invariant_problems": 16,
+    "batch": 16,
+    "max_new_tokens": 24,
+    "draft_lengths": (2,),
+    "cost_rows": (1, 8),
+    "cost_tokens": 8,
+    "repeats": 2,
+}
+PRESETS: dict[str, Mapping[str, Any]] = {"default": {}, "smoke": SMOKE}
+
+
+def drafters_of(model: Model, config: Config, reference: Trajectory | None) -> dict[str, tuple[Drafter, Any]]:
+    """The drafters of the arms by name, with their parameters for a batch of sequences."""
+    found: dict[str, tuple[Drafter, Any]] = {}
+    if model.drafter is not None:
+        assert model.params is not None
+        random = init_eagle3(
+            jax.random.key(config.run.seed + 7),
+            model.drafter.config,
+            np.arange(model.drafter.config.draft_vocab_size),
+            policy=model.params,
+        )
+        found["trained"] = (model.drafter, lambda rows: model.draft)
+        found["random"] = (model.drafter, lambda rows: random)
+        found["adversary"] = (Adversary(model.drafter), lambda rows: model.draft)
+    if reference is not None:
+        tokens = corrupted(np.asarray(reference.tokens), config.corruption, model.policy.vocab_size, config.run.seed)
+        lengths = reference.prompts.lengths
+
+        def replay(rows: Any) -> Replay:
+            return Replay(jnp.asarray(tokens[rows]), jnp.asarray(lengths[rows]))
+
+        found["replay"] = (ReplayDrafter(model.policy.vocab_size), replay)
+    return found
+
+
+def plain_arms(config: Config, names: list[str]) -> list[Arm]:
+    """Chains of every length and drafter, trees, other orders and batches."""
+    batch = config.batch
+    chains = [Arm(PLAIN, k, drafter=name, batch=batch) for name in names for k in config.draft_lengths]
+    rules = ((3, Match(2)), (2, Match(3)), (2, Match(2, "full")))
+    trees = [Arm(PLAIN, k, rule, name, batch) for name in names for k, rule in rules]
+    others = [
+        Arm(PLAIN, batch=batch, permuted=True),
+        Arm(PLAIN, batch=max(1, batch // 4)),
+        Arm(PLAIN, 3, drafter=names[0], batch=max(1, batch // 4), permuted=True),
+        Arm(PLAIN, 3, Match(2), names[0], max(1, batch // 4), permuted=True),
+    ]
+    return chains + trees + others
+
+
+def invariant_arms(config: Config, names: list[str]) -> list[Arm]:
+    """Rows from 1 to 64 and beyond, draft lengths, a tree, and caches of other capacities."""
+    lengths = sorted({0, *config.draft_lengths})
+    arms = [Arm(INVARIANT, k, drafter=names[0], batch=min(64, config.batch), spare=16 * k) for k in lengths]
+    arms += [Arm(INVARIANT, 3, drafter=names[-1], batch=batch) for batch in (8, config.batch)]
+    return [*arms, Arm(INVARIANT, 2, Match(3), names[0], min(64, config.batch), permuted=True)]
+
+
+def describe(arm: Arm, dtype: str) -> dict[str, Any]:
+    """The arm in words."""
+    shape = f"tree {arm.rule.branches} {arm.rule.shape}" if not arm.tree.is_chain else "chain"  # type: ignore[attr-defined]
+    return {
+        "numerics": arm.numerics.mode,
+        "dtype": dtype,
+        "drafter": arm.drafter,
+        "draft_length": arm.draft_length,
+        "shape": shape if arm.draft_length else "-",
+        "batch": arm.batch,
+        "permuted": arm.permuted,
+        "spare_slots": arm.spare,
+    }
+
+
+def compare(scene: Scene, arm: Arm, reference: Trajectory, ties_per_token: float | None) -> dict[str, Any]:
+    """One arm against the reference, as a row."""
+    ours = roll(scene, arm)
+    first = first_differences(ours, reference)
+    tokens = compared_tokens(first, reference)
+    found = int((first >= 0).sum())
+    row = describe(arm, scene.policy.dtype) | {
+        "tokens": tokens,
+        "divergences": found,
+        "accepted": int(ours.stats.accepted + ours.stats.cut_accepted),
+        "rounds": int(ours.stats.rounds + ours.stats.cut_rounds),
+        "cut_rounds": int(ours.stats.cut_rounds),
+        "truncated_alike": bool(np.array_equal(ours.ended[first < 0], reference.ended[first < 0])),
+    }
+    if ties_per_token is not None:
+        expected = ties_per_token * tokens
+        ties = gaps(scene, reference, first) if found <= 64 else []
+        row |= {"expected": expected, "within_3_sigma": found <= expected + 3 * np.sqrt(expected), "ties": ties}
+    return row
+
+
+def plain_part(scene: Scene, model: Model, config: Config) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """All plain arms against plain autoregressive decoding."""
+    reference = roll(scene, Arm(PLAIN, batch=config.batch))
+    scene = dataclasses.replace(scene, drafters=drafters_of(model, config, reference))
+    some = to_sequences(jax.tree.map(lambda x: jnp.asarray(x[: config.batch]), strip(reference)))
+    rows: list[dict[str, Any]] = []
+    roundings: dict[Tree, Rounding] = {}
+    arms = plain_arms(config, list(scene.drafters))
+    with progress("plain", len(arms)) as advance:
+        for arm in arms:
+            if arm.tree not in roundings:
+                roundings[arm.tree] = rounding(scene, PLAIN, some, arm.tree)
+            measured = roundings[arm.tree]
+            row = compare(scene, arm, reference, measured.ties_per_token)
+            within = all(tie["gap"] <= 6 * measured.rms for tie in row["ties"])
+            rows.append(row | {"rms": measured.rms, "ties_within_6_rms": within})
+            advance(1, f"{row['tokens']} tokens, {row['divergences']} divergences")
+    chain, tree = ([r for r in rows if r["shape"].startswith(kind)] for kind in ("chain", "tree"))
+    figures = {
+        "plain_tokens_chains": sum(r["tokens"] for r in chain),
+        "plain_tokens_trees": sum(r["tokens"] for r in tree),
+        "plain_divergences": sum(r["divergences"] for r in rows),
+        "plain_expected": sum(r["expected"] for r in rows),
+        "plain_ties": [tie for r in rows for tie in r["ties"]],
+        "plain_ties_within_6_rms": all(r["ties_within_6_rms"] for r in rows),
+        "rms": max(r.rms for r in roundings.values()),
+        "collision": float(np.mean([r.collision for r in roundings.values()])),
+        "entropy": float(np.mean([r.entropy for r in roundings.values()])),
+        "plain_truncated_alike": all(r["truncated_alike"] for r in rows),
+    }
+    expected = figures["plain_expected"]
+    figures["plain_within_3_sigma"] = figures["plain_divergences"] <= expected + 3 * np.sqrt(expected)
+    return rows, figures
+
+
+def strip(trajectory: Trajectory) -> Trajectory:
+    """Without its counts, so that rows can be taken of every leaf."""
+    return dataclasses.replace(trajectory, stats=None, entropy_sum=None)  # type: ignore[arg-type]
+
+
+def take(scene: Scene, count: int) -> Scene:
+    """The first sequences of a scene."""
+    return dataclasses.replace(scene, prompts=jax.tree.map(lambda x: x[:count], scene.prompts))
+
+
+def invariant_part(scene: Scene, model: Model, config: Config) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """All invariant arms against invariant decoding one row at a time, and log-probs against the training forward."""
+    # A few sequences one by one, the others in a batch; the few are among them.
+    reference = roll(scene, Arm(INVARIANT, batch=config.batch))
+    alone = min(16, scene.count)
+    single = roll(take(scene, alone), Arm(INVARIANT, batch=1))
+    first = first_differences(single, jax.tree.map(lambda x: x[:alone], strip(reference)))
+    lonely = describe(Arm(INVARIANT, batch=1), scene.policy.dtype) | {
+        "tokens": compared_tokens(first, single),
+        "divergences": int((first >= 0).sum()),
+    }
+    scene = dataclasses.replace(scene, drafters=drafters_of(model, config, reference))
+    rows = [lonely]
+    arms = invariant_arms(config, list(scene.drafters))
+    with progress(f"invariant {scene.policy.dtype}", len(arms)) as advance:
+        for arm in arms:
+            rows.append(compare(scene, arm, reference, None))
+            advance(1, f"{rows[-1]['tokens']} tokens, {rows[-1]['divergences']} divergences")
+    sequences = to_sequences(jax.tree.map(jnp.asarray, strip(reference)))
+    scorer = Scorer(scene.policy, scene.law, INVARIANT)
+    microbatch = MicrobatchConfig(min(16, scene.count), (0.4, 0.7, 1.0))
+    trained = jax.jit(lambda params: scorer.log_probs(params, sequences, microbatch))(scene.params)
+    mask = np.asarray(sequences.mask)
+    differ = np.asarray(trained)[mask] != np.asarray(sequences.log_probs)[mask]
+    name = f"invariant_{scene.policy.dtype}"
+    return rows, {
+        f"{name}_tokens": sum(r["tokens"] for r in rows),
+        f"{name}_divergences": sum(r["divergences"] for r in rows),
+        f"{name}_log_probs": int(mask.sum()),
+        f"{name}_log_probs_differing": int(differ.sum()),
+    }
+
+
+def costs(scene: Scene, config: Config) -> list[dict[str, Any]]:
+    """Time of an invariant decode step over a plain one, by rows, in turn."""
+    law = dataclasses.replace(scene.law, min_new_tokens=config.cost_tokens)
+    rows = []
+    for count in config.cost_rows:
+        part = take(scene, count)
+        calls = {}
+        for numerics in (PLAIN, INVARIANT):
+            engine = RolloutEngine(
+                scene.policy, RolloutConfig(config.cost_tokens, 1, 0, law, ladder=(1.0,), smallest_rung=1), numerics
+            )
+            calls[numerics.mode] = jax.jit(engine.rollout)
+        seconds: dict[str, list[float]] = {mode: [] for mode in calls}
+        for _ in range(config.repeats + 1):
+            for mode, call in calls.items():
+                start = time.perf_counter()
+                jax.block_until_ready(call(scene.params, None, part.prompts, part.keys))
+                seconds[mode].append(time.perf_counter() - start)
+        plain, invariant = (np.array(seconds[mode][1:]) for mode in calls)
+        ratios = invariant / plain
+        row = {"rows": count, "dtype": scene.policy.dtype, "cost": float(np.median(ratios))}
+        row |= {"cost_low": float(ratios.min()), "cost_high": float(ratios.max())}
+        row |= {"plain_step_ms": 1e3 * float(np.median(plain)) / config.cost_tokens}
+        rows.append(row)
+    return rows
+
+
+def cast(model: Model, dtype: Any) -> Model:
+    """The policy in another dtype."""
+    params = jax.tree.map(lambda x: x.astype(dtype), model.params)
+    return dataclasses.replace(model, policy=dataclasses.replace(model.policy, dtype=dtype), params=params)
+
+
+def main(config: Config) -> None:
+    """Run every part, write and print."""
+    check_run(config.run, SCRIPT, config.model, config.problem)
+    model = open_model(dataclasses.replace(config.model, mesh=config.mesh), config.run, config.problem.problems)
+    if model.drafter is None:
+        raise InputError("--drafter is missing; give the draft head whose drafts are to be tested")
+    workload = open_problems(config.problem, model.tokenizer)
+    prompts, _ = workload.held_out(config.problem.split, config.problem.problems)
+    if len(prompts.lengths) % config.batch:
+        raise InputError(f"there are {len(prompts.lengths)} problems; choose --problems and --batch that fit")
+    out = open_output(config.run, config, SCRIPT)
+    model = model.initialised(config.run.seed)
+    assert model.params is not None
+    # Arms with spare slots must not run into the longest context of the policy.
+    roomy = dataclasses.replace(model.policy, max_position_embeddings=2 * model.policy.max_position_embeddings)
+    model = dataclasses.replace(model, policy=roomy)
+    law = SamplingLaw(config.temperature, end_ids=workload.end_ids)
+
+    def scene(model: Model) -> Scene:
+        assert model.params is not None
+        return Scene(model.policy, model.params, prompts, law, config.max_new_tokens, config.run.seed, {})
+
+    rows, figures = plain_part(scene(model), model, config)
+    timed: list[dict[str, Any]] = []
+    for dtype in ("float32", "bfloat16"):
+        here = cast(model, dtype)
+        part = take(scene(here), config.invariant_problems)
+        invariant_rows, invariant_figures = invariant_part(part, here, config)
+        rows, figures = rows + invariant_rows, figures | invariant_figures
+        timed += costs(part, config)
+        if dtype == "bfloat16":
+            reference = roll(part, Arm(PLAIN, batch=config.batch))
+            part = dataclasses.replace(part, drafters=drafters_of(here, config, reference))
+            row = compare(part, Arm(PLAIN, 3, drafter="trained", batch=config.batch), reference, None)
+            rows.append(row)
+            figures["plain_bfloat16_divergences_per_million"] = 1e6 * row["divergences"] / row["tokens"]
+    source = provenance(config.run.seed)
+    write_results(out, [{k: v for k, v in row.items() if k != "ties"} for row in rows], "Losslessness", source)
+    write_json(out / "summary.json", figures | {"costs": timed} | source)
+    draw_losslessness(rows, timed).savefig(out / "losslessness.png", dpi=120)
+    print(markdown_table([{"figure": name, "value": value} for name, value in figures.items()]))
+    print(markdown_table(timed), flush=True)
+
+
+if __name__ == "__main__":
+    run_main(main, Config, PRESETS)

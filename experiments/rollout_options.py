@@ -1,0 +1,80 @@
+"""Options of every script that rolls out: the sampling law, and how drafts are made and judged."""
+
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+import tyro
+
+from specrl_jax.errors import InputError
+from specrl_jax.rollout.rules import Block, Match, Ratio, Rule
+from specrl_jax.rollout.sampling import SamplingLaw
+
+
+@dataclass(frozen=True)
+class LawOptions:
+    """The law that responses are drawn from, in the order in which it is made."""
+
+    repetition_penalty: float = 1.0
+    """Logits of tokens that occurred before are divided by it where positive, multiplied where negative; 1: none."""
+    forbidden: tuple[int, ...] = ()
+    """Ids of tokens that are never drawn."""
+    min_new_tokens: int = 0
+    """No end token before so many tokens."""
+    temperature: float = 1.0
+    """0 is greedy."""
+    top_k: int = 0
+    """Keep the so many most probable tokens; 0: all."""
+    top_p: float = 1.0
+    """Keep the most probable tokens up to this mass."""
+    min_p: float = 0.0
+    """Keep tokens of at least this share of the most probable one's probability."""
+
+    def law(self, end_ids: tuple[int, ...], temperature: float | None = None) -> SamplingLaw:
+        """The law of a policy with these end tokens; InputError when an option is out of range."""
+        return SamplingLaw(
+            temperature=self.temperature if temperature is None else temperature,
+            top_k=self.top_k,
+            top_p=self.top_p,
+            min_p=self.min_p,
+            repetition_penalty=self.repetition_penalty,
+            forbidden=self.forbidden,
+            min_new_tokens=self.min_new_tokens,
+            end_ids=end_ids,
+        )
+
+
+@dataclass(frozen=True)
+class SpeculationOptions:
+    """How drafts are made and judged."""
+
+    draft_length: int | None = None
+    """Drafts per round on the longest path, 0 for none; by default 3 with a drafter."""
+    rule: Literal["match", "ratio", "block"] = "match"
+    """match: the tokens of the run without speculation; ratio, block: its law. At temperature 0 all are greedy."""
+    branches: int = 1
+    """Candidates below a node; above 1 drafts are trees (rule match)."""
+    tree: Literal["comb", "full"] = "comb"
+    """comb: only the best candidate of a depth has candidates of its own; full: all have."""
+    argmax_drafts: bool = False
+    """Draft the most probable tokens instead of drawing them."""
+    lenience: float = 1.0
+    """Rule ratio: factor by which a draft may be less probable than drafted; above 1 the law changes."""
+
+    def __post_init__(self) -> None:
+        if self.branches > 1 and self.rule != "match":
+            raise InputError(f"--branches is {self.branches} with --rule {self.rule}; trees need --rule match")
+        if self.lenience != 1.0 and self.rule != "ratio":
+            raise InputError(f"--lenience is {self.lenience} with --rule {self.rule}; it belongs to --rule ratio")
+        _ = self.verification
+
+    @property
+    def verification(self) -> Rule:
+        """The rule; InputError when an option is out of range."""
+        if self.rule == "match":
+            return Match(self.branches, self.tree, self.argmax_drafts)
+        return Ratio(self.argmax_drafts, self.lenience) if self.rule == "ratio" else Block(self.argmax_drafts)
+
+
+# Their options carry no prefix on the command line.
+LawFlags = Annotated[LawOptions, tyro.conf.arg(name="")]
+SpeculationFlags = Annotated[SpeculationOptions, tyro.conf.arg(name="")]

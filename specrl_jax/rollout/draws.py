@@ -1,0 +1,42 @@
+"""Random draws of verification rules, behind an interface so that a test can put every outcome in their place."""
+
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
+
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int, UInt32
+
+from specrl_jax.rollout.noise import gumbel_noise, subkeys, uniform_logs
+
+
+@runtime_checkable
+class Draws(Protocol):
+    """Random draws of one round, every call independent of all others."""
+
+    def coins(self, log_prob: Float[Array, "r k"]) -> Bool[Array, "r k"]:
+        """True with the given probabilities, independently."""
+
+    def tokens(self, log_law: Float[Array, "r v"]) -> Int[Array, "r"]:
+        """A token of each row from a law known up to a constant."""
+
+
+@dataclass(frozen=True)
+class KeyedDraws:
+    """Draws from the noise keys of one round.
+
+    The keys must be fresh in every round: `block` looks at coins beyond the draft at which it
+    stops, and coins keyed by position would be seen a second time in the next round.
+    """
+
+    keys: UInt32[Array, "r 2"]
+
+    def coins(self, log_prob: Float[Array, "r k"]) -> Bool[Array, "r k"]:
+        """Compares the logarithm of a uniform with the log-probability."""
+        return uniform_logs(subkeys(self.keys, "coin"), log_prob.shape[1]).astype(log_prob.dtype) < log_prob
+
+    def tokens(self, log_law: Float[Array, "r v"]) -> Int[Array, "r"]:
+        """Argmax of the log-law plus Gumbel noise."""
+        ids = jnp.arange(log_law.shape[1], dtype=jnp.int32)
+        first = jnp.zeros((log_law.shape[0],), jnp.int32)
+        noise = gumbel_noise(subkeys(self.keys, "residual"), first, ids)
+        return jnp.argmax(log_law + noise.astype(log_law.dtype), axis=1).astype(jnp.int32)

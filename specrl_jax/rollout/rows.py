@@ -1,0 +1,95 @@
+"""The rows of a rollout, and what a round adds to them and to the trajectory."""
+
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+from jaxtyping import Array, Bool, Int, UInt32
+
+from specrl_jax.models.cache import KVCache
+from specrl_jax.rollout.sampling import TokenLaw, with_tokens
+from specrl_jax.rollout.trajectory import RolloutStats, Trajectory
+from specrl_jax.rollout.verification import Verdict
+
+
+@struct.dataclass
+class Rows:
+    """State of the rows of one rung; the row is the leading axis of every leaf.
+
+    cache: the policy's keys and values; `cache.length` tokens count.
+    drafter: the drafter's state, or None.
+    sequence: which sequence the row holds, `[r]`.
+    keys: its noise key, `[r, 2]`.
+    last_token: its newest token, emitted but not yet in the cache, `[r]`.
+    emitted: response tokens so far, `[r]`.
+    rounds: forwards since the prefill, `[r]`; the number of the next round.
+    seen: vocabulary entries in prompt and response so far, `[r, v]`, or None where the law does not ask.
+    done: `[r]`.
+    """
+
+    cache: KVCache
+    drafter: Any
+    sequence: Int[Array, "r"]
+    keys: UInt32[Array, "r 2"]
+    last_token: Int[Array, "r"]
+    emitted: Int[Array, "r"]
+    rounds: Int[Array, "r"]
+    seen: Bool[Array, "r v"] | None
+    done: Bool[Array, "r"]
+
+
+def is_end(tokens: Array, end_ids: tuple[int, ...]) -> Array:
+    """Which tokens close a response."""
+    return jnp.isin(tokens, jnp.asarray(end_ids, jnp.int32))
+
+
+def emit(
+    trajectory: Trajectory, rows: Rows, law: TokenLaw, counts: Int[Array, "r"], end_ids: tuple[int, ...]
+) -> tuple[Trajectory, Rows]:
+    """Append the first `counts[r]` tokens of every row to its sequence and advance the row."""
+    law = jax.tree.map(lambda x: x.reshape(counts.shape[0], -1), law)
+    token = law.token
+    offsets = jnp.arange(token.shape[1], dtype=jnp.int32)[None]
+    emitted_here = offsets < counts[:, None]
+    slots = jnp.where(emitted_here, rows.emitted[:, None] + offsets, trajectory.tokens.shape[1])
+    where = (rows.sequence[:, None], slots)
+    emitted = rows.emitted + counts
+    ended = jnp.any(is_end(token, end_ids) & emitted_here, axis=1)
+    newest = jnp.take_along_axis(token, jnp.maximum(counts - 1, 0)[:, None], axis=1)[:, 0]
+    thresholds = trajectory.thresholds
+    trajectory = replace(
+        trajectory,
+        tokens=trajectory.tokens.at[where].set(token, mode="drop"),
+        log_probs=trajectory.log_probs.at[where].set(law.log_prob, mode="drop"),
+        thresholds=None if thresholds is None else thresholds.at[where].set(law.threshold, mode="drop"),
+        lengths=trajectory.lengths.at[rows.sequence].add(counts),
+        ended=trajectory.ended.at[rows.sequence].max(ended),
+        entropy_sum=trajectory.entropy_sum + jnp.sum(jnp.where(emitted_here, law.entropy, 0.0)),
+    )
+    rows = replace(
+        rows,
+        last_token=jnp.where(counts > 0, newest, rows.last_token),
+        emitted=emitted,
+        seen=None if rows.seen is None else with_tokens(rows.seen, token, emitted_here),
+        done=rows.done | ended | (emitted >= trajectory.tokens.shape[1]),
+    )
+    return trajectory, rows
+
+
+def count_round(stats: RolloutStats, verdict: Verdict, live: Bool[Array, "r"], drafts: int) -> RolloutStats:
+    """The counts with those of one round of every live row."""
+    stats = replace(stats, steps=stats.steps + jnp.sum(live))
+    if drafts == 0:
+        return stats
+    whole, cut = live & ~verdict.cut, live & verdict.cut
+    reached = verdict.accepted[:, None] > jnp.arange(drafts, dtype=jnp.int32)[None]
+    return replace(
+        stats,
+        rounds=stats.rounds + jnp.sum(whole),
+        accepted=stats.accepted + jnp.sum(jnp.where(whole, verdict.accepted, 0)),
+        cut_rounds=stats.cut_rounds + jnp.sum(cut),
+        cut_accepted=stats.cut_accepted + jnp.sum(jnp.where(cut, verdict.accepted, 0)),
+        accepted_at=stats.accepted_at + jnp.sum(reached & whole[:, None], axis=0, dtype=jnp.int32),
+    )

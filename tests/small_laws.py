@@ -1,0 +1,24 @@
+"""Laws of small vocabularies that depend on the prefix, for exact enumeration."""
+
+import jax.numpy as jnp
+import numpy as np
+
+from specrl_jax.rollout.sampling import Context
+
+
+def tables(law, vocab, depth, seed):
+    """`tables[i][prefix]` is a log-law over the token after the `i` tokens of `prefix`, for random logits."""
+    rng = np.random.default_rng(seed)
+    result = []
+    for i in range(depth):
+        logits = jnp.asarray(rng.normal(scale=1.5, size=(vocab**i, vocab)))
+        context = Context(jnp.zeros((vocab**i,), jnp.int32))
+        log_law = np.asarray(law.log_law(logits, context, jnp.arange(vocab)))
+        result.append(log_law.reshape(*[vocab] * i, vocab))
+    return result
+
+
+def along(tables_, drafts):
+    """The law at every place of each row of drafts, `[r, places, v]`."""
+    laws = [table[tuple(drafts[:, :i].T)] + np.zeros((len(drafts), 1)) for i, table in enumerate(tables_)]
+    return np.stack(laws, axis=1)

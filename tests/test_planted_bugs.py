@@ -1,0 +1,145 @@
+"""Bugs planted in the rollout engine: each must be seen by the comparison that guards against it.
+
+The comparison is always that of `test_rollout.py`: the same tokens and log-probs with speculation as without.
+Bugs planted in the verification rules are in `test_verification.py` (`test_caught_...`).
+"""
+
+import functools
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from tiny import INVARIANT, POLICY, BigramDrafter, bigram_table, keys_of, run, take_prompts, tiny_params, tiny_prompts
+
+from specrl_jax.models import policy as policy_module
+from specrl_jax.rl.scoring import Scorer
+from specrl_jax.rollout import engine as engine_module
+from specrl_jax.rollout import rules
+from specrl_jax.rollout.engine import RolloutConfig, RolloutEngine
+from specrl_jax.rollout.rules import Match
+from specrl_jax.rollout.sampling import SamplingLaw
+from specrl_jax.rollout.trajectory import to_sequences
+
+pytestmark = pytest.mark.ci
+SAMPLES, NEW, ENDS = 3, 20, (1, 7)
+PROMPTS = tiny_prompts()
+LAW = SamplingLaw(repetition_penalty=2.0, end_ids=ENDS)
+CHAIN, TREE = Match(), Match(branches=2)
+
+
+def engine_of(k, rule=CHAIN):
+    drafter = BigramDrafter() if k else None
+    return RolloutEngine(POLICY, RolloutConfig(NEW, SAMPLES, k, LAW, rule, ladder=(1.0,)), INVARIANT, drafter)
+
+
+def rollout(k, rule=CHAIN, prompts=PROMPTS, keys=None, seed=0):
+    """Traced anew, so that it sees what is planted."""
+    engine = engine_of(k, rule)
+    keys = keys_of(prompts, SAMPLES) if keys is None else keys
+    return run(engine, prompts, keys, tiny_params(seed=seed), bigram_table(), jax.jit(lambda *a: engine.rollout(*a)))
+
+
+@functools.lru_cache
+def plain():
+    return rollout(0)
+
+
+def same(ours, expected):
+    return all(
+        np.array_equal(getattr(ours, field), getattr(expected, field)) for field in ("lengths", "tokens", "log_probs")
+    )
+
+
+@pytest.mark.parametrize("rule", [CHAIN, TREE])
+def test_nothing_is_seen_where_nothing_is_planted(rule):
+    assert same(rollout(3, rule), plain())
+
+
+def test_caught_one_sample_matched_and_another_emitted(monkeypatch):
+    expected, original = plain(), rules.match
+
+    def redrawn(tree, drafts, draws):
+        """After a mismatch the policy draws once more."""
+        out = original(tree, drafts, draws)
+        again = jnp.roll(draws, 1, axis=0)
+        last = jnp.arange(draws.shape[1])[None] == out.accepted[:, None]
+        return replace(out, tokens=jnp.where(last, again, out.tokens))
+
+    monkeypatch.setattr(rules, "match", redrawn)
+    assert not same(rollout(3), expected)
+
+
+@pytest.mark.parametrize("rule", [CHAIN, TREE])
+def test_caught_rejected_keys_readable_in_the_cache(monkeypatch, rule):
+    expected, write = plain(), policy_module.write_slots
+
+    def first_come(cached, new, rows, positions):
+        """A slot that holds a key keeps it."""
+        free = jnp.all(cached[rows, :, jnp.maximum(positions, 0)] == 0, axis=(1, 2))
+        return write(cached, new, rows, jnp.where(free, positions, -1))
+
+    monkeypatch.setattr(policy_module, "write_slots", first_come)
+    assert same(rollout(0), expected)  # without rejected drafts there is nothing to read
+    assert not same(rollout(3, rule), expected)
+
+
+def test_caught_siblings_left_in_the_cache(monkeypatch):
+    expected = plain()
+    monkeypatch.setattr(engine_module, "_without_siblings", lambda cache, first, path: cache)
+    assert not same(rollout(3, TREE), expected)
+
+
+def test_caught_the_bonus_token_one_row_off(monkeypatch):
+    expected, original = plain(), rules.match
+
+    def one_off(tree, drafts, draws):
+        out = original(tree, drafts, draws)
+        bonus = jnp.minimum(out.accepted + 1, drafts.shape[1])
+        last = jnp.arange(draws.shape[1])[None] == out.accepted[:, None]
+        off = jnp.take_along_axis(draws, bonus[:, None], axis=1)
+        return replace(out, tokens=jnp.where(last, off, out.tokens))
+
+    monkeypatch.setattr(rules, "match", one_off)
+    assert not same(rollout(3), expected)
+
+
+def test_caught_noise_keyed_by_batch_row(monkeypatch):
+    """Speculation on and off agree about it; a batch in another order does not."""
+    order = [3, 0, 4, 2, 1]
+    rows = np.concatenate([np.arange(SAMPLES) + SAMPLES * group for group in order])
+    shuffled = take_prompts(PROMPTS, order)
+
+    def reordered(ours):
+        return jax.tree.map(lambda x: x[np.argsort(rows)], replace(ours, prompts=None, stats=None, entropy_sum=None))
+
+    assert same(reordered(rollout(3, prompts=shuffled)), plain())
+    original = engine_module.RolloutEngine.prefill
+
+    def by_row(self, params, draft_params, prompts, keys):
+        own = jnp.stack([jnp.arange(len(keys), dtype=jnp.uint32)] * 2, axis=1)
+        return original(self, params, draft_params, prompts, own)
+
+    monkeypatch.setattr(engine_module.RolloutEngine, "prefill", by_row)
+    assert not same(reordered(rollout(3, prompts=shuffled)), rollout(3))
+
+
+def test_caught_penalties_blind_to_the_drafts_before_them(monkeypatch):
+    expected = plain()
+    monkeypatch.setattr(engine_module, "with_drafts", lambda seen, drafts: seen)
+    assert not same(rollout(3), expected)
+
+
+def test_caught_verification_with_the_last_steps_weights():
+    """Tokens are of some policy's law, but not of the one that is trained: its forward has other log-probs."""
+    scorer = Scorer(POLICY, LAW, INVARIANT)
+
+    def trained(ours):
+        sequences = to_sequences(jax.tree.map(jnp.asarray, ours))
+        return sequences, jnp.where(sequences.mask, scorer.score(tiny_params(), sequences).log_probs, 0.0)
+
+    sequences, log_probs = trained(rollout(3))
+    np.testing.assert_array_equal(sequences.log_probs, log_probs)
+    sequences, log_probs = trained(rollout(3, seed=1))
+    assert not np.allclose(sequences.log_probs, log_probs, atol=1e-3)

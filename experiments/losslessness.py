@@ -13,7 +13,7 @@ import dataclasses
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -77,6 +77,14 @@ class Config:
     temperature: float = 1.0
     corruption: float = 0.1
     """Share of wrong tokens in the replayed responses."""
+    parts: tuple[Literal["plain", "invariant", "costs"], ...] = ("plain", "invariant", "costs")
+    """What to run; times are to be trusted only where nothing else runs."""
+    drafters: tuple[Literal["trained", "random", "adversary", "replay"], ...] = (
+        "trained",
+        "random",
+        "adversary",
+        "replay",
+    )
     draft_lengths: tuple[int, ...] = (1, 2, 3, 5, 7)
     cost_rows: tuple[int, ...] = (1, 8, 32, 64)
     cost_tokens: int = 48
@@ -88,6 +96,8 @@ class Config:
         for name, count in (("problems", self.problem.problems), ("invariant-problems", self.invariant_problems)):
             if count % self.batch:
                 raise InputError(f"--{name} is {count}; choose a multiple of --batch {self.batch}")
+        if not (self.parts and self.drafters):
+            raise InputError("--parts and --drafters must name at least one each")
         if self.temperature <= 0:
             raise InputError(f"--temperature is {self.temperature}; draws need one above 0")
         if not 0.0 <= self.corruption <= 1.0:
@@ -104,6 +114,7 @@ SMOKE = {
     "invariant_problems": 16,
     "batch": 16,
     "max_new_tokens": 24,
+    "drafters": ("trained", "replay"),
     "draft_lengths": (2,),
     "cost_rows": (1, 8),
     "cost_tokens": 8,
@@ -112,29 +123,26 @@ SMOKE = {
 PRESETS: dict[str, Mapping[str, Any]] = {"default": {}, "smoke": SMOKE}
 
 
-def drafters_of(model: Model, config: Config, reference: Trajectory | None) -> dict[str, tuple[Drafter, Any]]:
+def drafters_of(model: Model, config: Config, reference: Trajectory) -> dict[str, tuple[Drafter, Any]]:
     """The drafters of the arms by name, with their parameters for a batch of sequences."""
-    found: dict[str, tuple[Drafter, Any]] = {}
-    if model.drafter is not None:
-        assert model.params is not None
-        random = init_eagle3(
-            jax.random.key(config.run.seed + 7),
-            model.drafter.config,
-            np.arange(model.drafter.config.draft_vocab_size),
-            policy=model.params,
-        )
-        found["trained"] = (model.drafter, lambda rows: model.draft)
-        found["random"] = (model.drafter, lambda rows: random)
-        found["adversary"] = (Adversary(model.drafter), lambda rows: model.draft)
-    if reference is not None:
-        tokens = corrupted(np.asarray(reference.tokens), config.corruption, model.policy.vocab_size, config.run.seed)
-        lengths = reference.prompts.lengths
+    assert model.params is not None
+    assert model.drafter is not None
+    head = model.drafter.config
+    ids = np.arange(head.draft_vocab_size)
+    random = init_eagle3(jax.random.key(config.run.seed + 7), head, ids, policy=model.params)
+    tokens = corrupted(np.asarray(reference.tokens), config.corruption, model.policy.vocab_size, config.run.seed)
+    lengths = reference.prompts.lengths
 
-        def replay(rows: Any) -> Replay:
-            return Replay(jnp.asarray(tokens[rows]), jnp.asarray(lengths[rows]))
+    def replay(rows: Any) -> Replay:
+        return Replay(jnp.asarray(tokens[rows]), jnp.asarray(lengths[rows]))
 
-        found["replay"] = (ReplayDrafter(model.policy.vocab_size), replay)
-    return found
+    found: dict[str, tuple[Drafter, Any]] = {
+        "trained": (model.drafter, lambda rows: model.draft),
+        "random": (model.drafter, lambda rows: random),
+        "adversary": (Adversary(model.drafter), lambda rows: model.draft),
+        "replay": (ReplayDrafter(model.policy.vocab_size), replay),
+    }
+    return {name: found[name] for name in config.drafters}
 
 
 def plain_arms(config: Config, names: list[str]) -> list[Arm]:
@@ -274,6 +282,13 @@ def invariant_part(scene: Scene, model: Model, config: Config) -> tuple[list[dic
     }
 
 
+def plain_bfloat16(scene: Scene, model: Model, config: Config) -> dict[str, Any]:
+    """What the trained head's drafts change in plain bfloat16, as a row."""
+    reference = roll(scene, Arm(PLAIN, batch=config.batch))
+    scene = dataclasses.replace(scene, drafters=drafters_of(model, config, reference))
+    return compare(scene, Arm(PLAIN, 3, drafter=config.drafters[0], batch=config.batch), reference, None)
+
+
 def costs(scene: Scene, config: Config) -> list[dict[str, Any]]:
     """Time of an invariant decode step over a plain one, by rows, in turn."""
     law = dataclasses.replace(scene.law, min_new_tokens=config.cost_tokens)
@@ -329,20 +344,22 @@ def main(config: Config) -> None:
         assert model.params is not None
         return Scene(model.policy, model.params, prompts, law, config.max_new_tokens, config.run.seed, {})
 
-    rows, figures = plain_part(scene(model), model, config)
+    rows: list[dict[str, Any]] = []
+    figures: dict[str, Any] = {}
     timed: list[dict[str, Any]] = []
+    if "plain" in config.parts:
+        rows, figures = plain_part(scene(model), model, config)
     for dtype in ("float32", "bfloat16"):
         here = cast(model, dtype)
         part = take(scene(here), config.invariant_problems)
-        invariant_rows, invariant_figures = invariant_part(part, here, config)
-        rows, figures = rows + invariant_rows, figures | invariant_figures
-        timed += costs(part, config)
-        if dtype == "bfloat16":
-            reference = roll(part, Arm(PLAIN, batch=config.batch))
-            part = dataclasses.replace(part, drafters=drafters_of(here, config, reference))
-            row = compare(part, Arm(PLAIN, 3, drafter="trained", batch=config.batch), reference, None)
-            rows.append(row)
-            figures["plain_bfloat16_divergences_per_million"] = 1e6 * row["divergences"] / row["tokens"]
+        if "invariant" in config.parts:
+            more, found = invariant_part(part, here, config)
+            rows, figures = rows + more, figures | found
+        if "invariant" in config.parts and dtype == "bfloat16":
+            rows.append(plain_bfloat16(part, here, config))
+            figures["plain_bfloat16_divergences_per_million"] = 1e6 * rows[-1]["divergences"] / rows[-1]["tokens"]
+        if "costs" in config.parts:
+            timed += costs(part, config)
     source = provenance(config.run.seed)
     write_results(out, [{k: v for k, v in row.items() if k != "ties"} for row in rows], "Losslessness", source)
     write_json(out / "summary.json", figures | {"costs": timed} | source)

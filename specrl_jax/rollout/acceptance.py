@@ -5,14 +5,11 @@ from jaxtyping import Array, Float
 
 
 def ratio_acceptance(log_p: Float[Array, "*n v"], log_q: Float[Array, "*n v"]) -> Float[Array, "*n"]:
-    """Of a draft drawn from `q` and judged by the ratio test: sum min(p, q) = 1 - TV(p, q)."""
+    """Of a draft drawn from `q` and judged by the ratio test: sum min(p, q) = 1 - TV(p, q).
+
+    For drafts that are not drawn `q` is one-hot, and this is their probability under the policy, under any rule.
+    """
     return jnp.sum(jnp.exp(jnp.minimum(log_p, log_q)), axis=-1)
-
-
-def one_hot_acceptance(log_p: Float[Array, "*n v"], log_q: Float[Array, "*n v"]) -> Float[Array, "*n"]:
-    """Of the drafter's most probable token under any rule: its probability under the policy."""
-    best = jnp.argmax(log_q, axis=-1, keepdims=True)
-    return jnp.exp(jnp.take_along_axis(log_p, best, axis=-1)[..., 0])
 
 
 def match_acceptance(log_p: Float[Array, "*n v"], log_q: Float[Array, "*n v"]) -> Float[Array, "*n"]:

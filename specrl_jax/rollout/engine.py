@@ -244,11 +244,11 @@ class RolloutEngine:
             proposed = self.config.rule.decide(tree, choice.token, own, log_p, choice.log_law, draws)
         return Judged(out, law, log_p, choice, proposed)
 
-    def round(
-        self, params: PolicyParams, draft_params: Any, rows: Rows, trajectory: Trajectory
+    def conclude(
+        self, params: PolicyParams, draft_params: Any, rows: Rows, trajectory: Trajectory, judged: Judged
     ) -> tuple[Rows, Trajectory]:
-        """One round of every row."""
-        judged, tree = self.judge(params, draft_params, rows), self.config.tree
+        """Emit what a round decided and advance every row."""
+        tree = self.config.tree
         proposed, cache, live = judged.proposed, judged.out.cache, ~rows.done
         law = self._emitted_law(judged) if self.speculative else judged.law
         verdict = cut(
@@ -399,7 +399,7 @@ class RolloutEngine:
 
             rows, trajectory = lax.while_loop(
                 more_live_than_next_rung,
-                lambda state: self.round(params, draft_params, *state),
+                lambda state: self.conclude(params, draft_params, *state, self.judge(params, draft_params, state[0])),
                 (rows, trajectory),
             )
         return trajectory

@@ -201,6 +201,8 @@ def draw_losslessness(rows: Rows, costs: Rows) -> Figure:
         if all("expected" in row for row in own):
             expected = 1e6 * sum(row["expected"] for row in own) / tokens
             left.plot([i - 0.4, i + 0.4], [expected] * 2, color="black", linestyle="--", label="expected of rounding")
+    if not costs:
+        right.set_visible(False)
     left.set_xticks(range(len(kinds)), [f"{numerics}\n{dtype}" for numerics, dtype in kinds])
     left.set_yscale("symlog", linthresh=0.1)
     left.set_ylim(0, None)
@@ -215,5 +217,25 @@ def draw_losslessness(rows: Rows, costs: Rows) -> Figure:
     right.set_xscale("log", base=2)
     right.set_xlabel("rows")
     right.set_ylabel("invariant decode step / plain")
-    right.legend()
+    if costs:
+        right.legend()
+    return figure
+
+
+def draw_acceptance_by_rule(rows: Rows) -> Figure:
+    """Acceptance length with its 95% interval by rule, a group per temperature."""
+    figure = Figure(figsize=(9, 4), layout="constrained")
+    axes = figure.subplots()
+    rules = list(dict.fromkeys(row["rule"] for row in rows))
+    temperatures = list(dict.fromkeys(row["temperature"] for row in rows))
+    width = 0.8 / len(rules)
+    for i, rule in enumerate(rules):
+        own = [row for row in rows if row["rule"] == rule]
+        places = [temperatures.index(row["temperature"]) + (i - (len(rules) - 1) / 2) * width for row in own]
+        heights, errors = ([row[name] for row in own] for name in ("acceptance_length", "ci95"))
+        axes.bar(places, heights, width, yerr=errors, color=_COLORS[i % len(_COLORS)], label=rule)
+    axes.set_xticks(range(len(temperatures)), [f"temperature {t:g}" for t in temperatures])
+    axes.set_ylabel("tokens per round")
+    axes.set_ylim(1, None)
+    axes.legend(ncols=2)
     return figure

@@ -87,6 +87,8 @@ class Config:
     )
     draft_lengths: tuple[int, ...] = (1, 2, 3, 5, 7)
     cost_rows: tuple[int, ...] = (1, 8, 32, 64)
+    token_blocks: tuple[int, ...] = (8, 16, 64)
+    """Tokens per block of the invariant forward; small batches want small blocks."""
     cost_tokens: int = 48
     """Tokens per row of the timed rollouts."""
     repeats: int = 5
@@ -98,6 +100,9 @@ class Config:
                 raise InputError(f"--{name} is {count}; choose a multiple of --batch {self.batch}")
         if not (self.parts and self.drafters):
             raise InputError("--parts and --drafters must name at least one each")
+        for name in ("cost_rows", "token_blocks"):
+            if min(getattr(self, name), default=0) < 1:
+                raise InputError(f"--{name.replace('_', '-')} must name at least one number, all of them at least 1")
         if self.temperature <= 0:
             raise InputError(f"--temperature is {self.temperature}; draws need one above 0")
         if not 0.0 <= self.corruption <= 1.0:
@@ -117,6 +122,7 @@ SMOKE = {
     "drafters": ("trained", "replay"),
     "draft_lengths": (2,),
     "cost_rows": (1, 8),
+    "token_blocks": (8,),
     "cost_tokens": 8,
     "repeats": 2,
 }
@@ -290,29 +296,26 @@ def plain_bfloat16(scene: Scene, model: Model, config: Config) -> dict[str, Any]
 
 
 def costs(scene: Scene, config: Config) -> list[dict[str, Any]]:
-    """Time of an invariant decode step over a plain one, by rows, in turn."""
+    """Time of an invariant decode step over a plain one, by rows and block size, in turn."""
     law = dataclasses.replace(scene.law, min_new_tokens=config.cost_tokens)
+    rollout = RolloutConfig(config.cost_tokens, 1, 0, law, ladder=(1.0,), smallest_rung=1)
+    kinds = {0: PLAIN} | {b: Numerics("invariant", token_block=b, row_block=min(b, 16)) for b in config.token_blocks}
     rows = []
     for count in config.cost_rows:
         part = take(scene, count)
-        calls = {}
-        for numerics in (PLAIN, INVARIANT):
-            engine = RolloutEngine(
-                scene.policy, RolloutConfig(config.cost_tokens, 1, 0, law, ladder=(1.0,), smallest_rung=1), numerics
-            )
-            calls[numerics.mode] = jax.jit(engine.rollout)
-        seconds: dict[str, list[float]] = {mode: [] for mode in calls}
+        calls = {b: jax.jit(RolloutEngine(scene.policy, rollout, numerics).rollout) for b, numerics in kinds.items()}
+        seconds: dict[int, list[float]] = {block: [] for block in calls}
         for _ in range(config.repeats + 1):
-            for mode, call in calls.items():
+            for block, call in calls.items():
                 start = time.perf_counter()
                 jax.block_until_ready(call(scene.params, None, part.prompts, part.keys))
-                seconds[mode].append(time.perf_counter() - start)
-        plain, invariant = (np.array(seconds[mode][1:]) for mode in calls)
-        ratios = invariant / plain
-        row = {"rows": count, "dtype": scene.policy.dtype, "cost": float(np.median(ratios))}
-        row |= {"cost_low": float(ratios.min()), "cost_high": float(ratios.max())}
-        row |= {"plain_step_ms": 1e3 * float(np.median(plain)) / config.cost_tokens}
-        rows.append(row)
+                seconds[block].append(time.perf_counter() - start)
+        plain = np.array(seconds.pop(0)[1:])
+        for block, measured in seconds.items():
+            ratios = np.array(measured[1:]) / plain
+            row = {"rows": count, "dtype": scene.policy.dtype, "token_block": block, "cost": float(np.median(ratios))}
+            row |= {"cost_low": float(ratios.min()), "cost_high": float(ratios.max())}
+            rows.append(row | {"plain_step_ms": 1e3 * float(np.median(plain)) / config.cost_tokens})
     return rows
 
 

@@ -3,7 +3,16 @@
 import jax.numpy as jnp
 import numpy as np
 
-from specrl_jax.rollout.sampling import Context
+from specrl_jax.rollout.sampling import Context, SamplingLaw
+
+FILTERS = {
+    "none": SamplingLaw(),
+    "temperature": SamplingLaw(0.6),
+    "top-k": SamplingLaw(1.2, top_k=2),
+    "top-p": SamplingLaw(0.9, top_p=0.7),
+    "min-p": SamplingLaw(min_p=0.3),
+    "all": SamplingLaw(0.8, top_k=3, top_p=0.9, min_p=0.1, forbidden=(1,)),
+}
 
 
 def tables(law, vocab, depth, seed):
@@ -22,3 +31,9 @@ def along(tables_, drafts):
     """The law at every place of each row of drafts, `[r, places, v]`."""
     laws = [table[tuple(drafts[:, :i].T)] + np.zeros((len(drafts), 1)) for i, table in enumerate(tables_)]
     return np.stack(laws, axis=1)
+
+
+def argmax_law(log_law):
+    """The law of a drafter that takes its most probable token."""
+    with np.errstate(divide="ignore"):
+        return np.log(np.eye(log_law.shape[-1])[log_law.argmax(-1)])

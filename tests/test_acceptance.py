@@ -9,10 +9,12 @@ from tiny import PLAIN, POLICY, BigramDrafter, bigram_table, tiny_params, tiny_p
 
 from experiments import acceptance_by_rule
 from experiments.acceptance_by_rule import cases, watched_rollout
+from specrl_jax.rl.scoring import Scorer
 from specrl_jax.rollout.acceptance import match_acceptance, ratio_acceptance
 from specrl_jax.rollout.engine import RolloutConfig, RolloutEngine
 from specrl_jax.rollout.noise import gumbel_noise, sequence_keys
 from specrl_jax.rollout.sampling import SamplingLaw
+from specrl_jax.rollout.trajectory import to_sequences
 
 pytestmark = pytest.mark.ci
 
@@ -125,6 +127,37 @@ def test_acceptance_in_rollouts_agrees_with_theory():
     rate = ratio.expected[0] / ratio.count[0]
     wrong = (match.accepted[0] - rate * match.count[0]) / np.sqrt(match.variance[0])
     assert abs(wrong) > 3
+
+
+def test_an_earlier_rollout_is_accepted_as_the_coupling_of_old_and_new_policy_says():
+    """With the same noise in every epoch, token by token up to the first that differs; with other noise, far less."""
+    prompts = tiny_prompts(groups=300)
+    none = jnp.zeros_like(prompts.lengths)
+    old, new = tiny_params(), jax.tree.map(lambda a, b: 0.9 * a + 0.1 * b, tiny_params(), tiny_params(seed=1))
+    config = RolloutConfig(12, 1, 0, SamplingLaw(end_ids=(1, 7)), ladder=(1.0,))
+    rollout = jax.jit(RolloutEngine(POLICY, config, PLAIN).rollout)
+    keys, others = (sequence_keys(0, "rollout", update, prompts.row_ids, none) for update in (0, 1))
+    first, second, third = (rollout(p, None, prompts, k) for p, k in ((old, keys), (new, keys), (new, others)))
+    sequences = to_sequences(first)
+
+    @jax.jit
+    def acceptance(old, new):
+        laws = [Scorer(POLICY, SamplingLaw(), PLAIN).score(p, sequences, (0,)).log_law for p in (old, new)]
+        return jnp.pad(match_acceptance(laws[1], laws[0])[:, :-1], ((0, 0), (1, 0)))
+
+    expected, mask = np.asarray(acceptance(old, new), np.float64), np.asarray(sequences.mask)
+
+    def of(later):
+        same = np.asarray(to_sequences(later).tokens == sequences.tokens) | ~mask
+        reached = mask & (np.cumsum(~same, axis=1) - ~same == 0)
+        return same[reached], expected[reached]
+
+    same, rates = of(second)
+    z = (same.sum() - rates.sum()) / np.sqrt((rates * (1 - rates)).sum())
+    assert 0.3 < rates.mean() < 0.97
+    assert abs(z) < 3
+    same, rates = of(third)
+    assert same.mean() < rates.mean() - 0.2
 
 
 def test_rules_are_compared_at_equal_drafted_tokens():

@@ -6,10 +6,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from small_laws import along, tables
+from small_laws import FILTERS, along, argmax_law, tables
 
 from specrl_jax.models.tree import Tree
-from specrl_jax.rollout.sampling import SamplingLaw
 from specrl_jax.rollout.verification import cut, match
 
 pytestmark = pytest.mark.ci
@@ -24,21 +23,27 @@ def float64():
 def pairs_with_noise(log_p, log_q):
     """Every (policy's draw, draft) that shared noise can lead to under two laws, with such noise: `[(y, d, noise)]`."""
     found = []
-    for y, d in itertools.product(range(len(log_p)), repeat=2):
+    for y, d in itertools.product(np.flatnonzero(log_p > -np.inf), np.flatnonzero(log_q > -np.inf)):
         # The draw prefers y and the draft d: log p_y > log p_d + x and log q_d + x > log q_y for noise x at d.
-        low, high = log_q[y] - log_q[d], log_p[y] - log_p[d]
+        low, high = max(log_q[y] - log_q[d], -40.0), min(log_p[y] - log_p[d], 40.0)
         if y != d and not low < high:
             continue
         noise = np.full(len(log_p), -1e3)
         noise[y] = 0.0
-        noise[d] = 0.0 if y == d else np.clip((low + high) / 2, -50.0, 50.0)
+        noise[d] = 0.0 if y == d else (low + high) / 2
         found.append((y, d, noise))
     return found
 
 
-@pytest.mark.parametrize(("vocab", "k"), [(2, 3), (3, 2), (3, 3), (6, 1)])
-def test_match_emits_the_autoregressive_tokens_for_every_noise(vocab, k, float64):
-    p, q = tables(SamplingLaw(), vocab, k + 1, 1), tables(SamplingLaw(), vocab, k, 2)
+@pytest.mark.parametrize("argmax", [False, True])
+@pytest.mark.parametrize(
+    ("vocab", "k", "name"),
+    [(2, 3, "none"), (3, 3, "none"), (6, 1, "none"), *((4, 2, name) for name in FILTERS if name != "none")],
+)
+def test_match_emits_the_autoregressive_tokens_for_every_noise(vocab, k, name, argmax, float64):
+    p, q = tables(FILTERS[name], vocab, k + 1, 1), tables(FILTERS[name], vocab, k, 2)
+    if argmax:
+        q = [argmax_law(x) for x in q]
     cases = [((), ())]  # drafts so far, noise so far
     for depth in range(k):
         cases = [

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from scipy import stats
-from small_laws import along, tables
+from small_laws import FILTERS, along, argmax_law, tables
 
 from specrl_jax.rollout.draws import KeyedDraws
 from specrl_jax.rollout.noise import gumbel_noise, round_keys, subkeys, uniform_logs
@@ -26,14 +26,6 @@ from specrl_jax.rollout.verification import (
 )
 
 pytestmark = pytest.mark.ci
-FILTERS = {
-    "none": SamplingLaw(),
-    "temperature": SamplingLaw(0.6),
-    "top-k": SamplingLaw(1.2, top_k=2),
-    "top-p": SamplingLaw(0.9, top_p=0.7),
-    "min-p": SamplingLaw(min_p=0.3),
-    "all": SamplingLaw(0.8, top_k=3, top_p=0.9, min_p=0.1, forbidden=(1,)),
-}
 SIZES = [(2, 1), (6, 2), (3, 3)]
 
 
@@ -41,12 +33,6 @@ SIZES = [(2, 1), (6, 2), (3, 3)]
 def float64():
     with jax.enable_x64(True):
         yield
-
-
-def argmax_law(log_law):
-    """The law of a drafter that takes its most probable token."""
-    with np.errstate(divide="ignore"):
-        return np.log(np.eye(log_law.shape[-1])[log_law.argmax(-1)])
 
 
 def sampled(law, vocab, k):

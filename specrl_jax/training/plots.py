@@ -187,7 +187,7 @@ def draw_losslessness(rows: Rows, costs: Rows) -> Figure:
 
     Args:
         rows: of `experiments.losslessness`, with numerics, dtype, tokens, divergences, and expected where known.
-        costs: rows, dtype, cost.
+        costs: rows, dtype, token_block, cost.
     """
     figure = Figure(figsize=(10, 4), layout="constrained")
     left, right = figure.subplots(1, 2)
@@ -210,9 +210,10 @@ def draw_losslessness(rows: Rows, costs: Rows) -> Figure:
     left.set_ylabel("divergences per million tokens")
     if left.get_legend_handles_labels()[0]:
         left.legend()
-    for i, dtype in enumerate(dict.fromkeys(row["dtype"] for row in costs)):
-        own = [row for row in costs if row["dtype"] == dtype]
-        right.plot([row["rows"] for row in own], [row["cost"] for row in own], "o-", color=_COLORS[i], label=dtype)
+    for i, kind in enumerate(dict.fromkeys((row["dtype"], row["token_block"]) for row in costs)):
+        own = [row for row in costs if (row["dtype"], row["token_block"]) == kind]
+        places, heights = ([row[name] for row in own] for name in ("rows", "cost"))
+        right.plot(places, heights, "o-", color=_COLORS[i % len(_COLORS)], label=f"{kind[0]}, blocks of {kind[1]}")
     right.axhline(1.0, color="black", linewidth=0.8)
     right.set_xscale("log", base=2)
     right.set_xlabel("rows")

@@ -60,6 +60,10 @@ class Config:
 
     def __post_init__(self) -> None:
         check_least("", self, max_new_tokens=2, drafts=1)
+        for case in cases(self.drafts):
+            _ = case.rule.tree(case.draft_length)  # refuses what is too large
+        for temperature in self.temperatures:
+            _ = SamplingLaw(temperature)
         if self.drafts % 6:
             raise InputError(f"--drafts is {self.drafts}; choose a multiple of 6, which chains and trees can share")
         if min(self.temperatures, default=0.0) <= 0:
@@ -196,8 +200,10 @@ def main(config: Config) -> None:
     if model.drafter is None:
         raise InputError("--drafter is missing; give the draft head whose drafts are judged")
     workload = open_problems(config.problem, model.tokenizer)
-    prompts, _ = workload.held_out(config.problem.split, config.problem.problems)
+    rollout = RolloutConfig(config.max_new_tokens, 1, 0, SamplingLaw(end_ids=workload.end_ids))
+    RolloutEngine(model.policy, rollout, model.numerics).check_prompt_width(workload.prompt_width)
     out = open_output(config.run, config, SCRIPT)
+    prompts, _ = workload.held_out(config.problem.split, config.problem.problems)
     model = model.initialised(config.run.seed)
     rows = []
     chosen = [(t, case) for t in config.temperatures for case in cases(config.drafts)]

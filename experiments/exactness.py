@@ -202,12 +202,15 @@ class Rounding:
         return 0.6 * self.rms * self.collision
 
 
-def rounding(scene: Scene, numerics: Numerics, sequences: Sequences, tree: Tree) -> Rounding:
-    """How two programs, one token at a time and rounds of `tree`, differ on given sequences."""
+def rounding(scene: Scene, numerics: Numerics, sequences: Sequences, tree: Tree, batch: int) -> Rounding:
+    """How two programs differ on given sequences: one token at a time of all, and rounds of `tree` of `batch` rows."""
     scale = 1.0 / (scene.law.temperature or 1.0)
-    (one, mask), (many, _) = (
-        decoded_logits(scene.params, scene.policy, numerics, sequences, t) for t in (Tree.chain(0), tree)
-    )
+    one, mask = decoded_logits(scene.params, scene.policy, numerics, sequences, Tree.chain(0))
+    parts = []
+    for start in range(0, sequences.tokens.shape[0], batch):
+        some: Sequences = jax.tree.map(lambda x, start=start: x[start : start + batch], sequences)
+        parts.append(decoded_logits(scene.params, scene.policy, numerics, some, tree)[0])
+    many = jnp.concatenate(parts)
     one, many = (np.asarray(x, np.float64)[np.asarray(mask)] * scale for x in (one, many))
     p = np.exp(one - one.max(-1, keepdims=True))
     p /= p.sum(-1, keepdims=True)

@@ -10,6 +10,7 @@
 """
 
 import dataclasses
+import math
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -59,6 +60,8 @@ from specrl_jax.training.plots import draw_losslessness
 
 SCRIPT = "losslessness"
 PLAIN, INVARIANT = Numerics("plain"), Numerics("invariant")
+ALONE = 16
+"""Sequences that are drawn one row at a time."""
 
 
 @dataclass(frozen=True)
@@ -103,8 +106,15 @@ class Config:
         for name in ("cost_rows", "token_blocks"):
             if min(getattr(self, name), default=0) < 1:
                 raise InputError(f"--{name.replace('_', '-')} must name at least one number, all of them at least 1")
-        if self.temperature <= 0:
+        if SamplingLaw(self.temperature).greedy:
             raise InputError(f"--temperature is {self.temperature}; draws need one above 0")
+        for arm in (*plain_arms(self, list(self.drafters)), *invariant_arms(self, list(self.drafters))):
+            _ = arm.tree  # refuses draft lengths out of range
+        if not max(self.cost_rows, default=0) <= self.invariant_problems <= self.problem.problems:
+            raise InputError(
+                f"--cost-rows go up to {max(self.cost_rows, default=0)}, --invariant-problems is "
+                f"{self.invariant_problems} and --problems {self.problem.problems}; none may exceed the next"
+            )
         if not 0.0 <= self.corruption <= 1.0:
             raise InputError(f"--corruption is {self.corruption}; choose a share from 0 to 1")
 
@@ -170,7 +180,7 @@ def invariant_arms(config: Config, names: list[str]) -> list[Arm]:
     """Rows from 1 to 64 and beyond, draft lengths, a tree, and caches of other capacities."""
     lengths = sorted({0, *config.draft_lengths})
     arms = [Arm(INVARIANT, k, drafter=names[0], batch=min(64, config.batch), spare=16 * k) for k in lengths]
-    arms += [Arm(INVARIANT, 3, drafter=names[-1], batch=batch) for batch in (8, config.batch)]
+    arms += [Arm(INVARIANT, 3, drafter=names[-1], batch=batch) for batch in sorted({8, 32, config.batch})]
     return [*arms, Arm(INVARIANT, 2, Match(3), names[0], min(64, config.batch), permuted=True)]
 
 
@@ -216,13 +226,19 @@ def plain_part(scene: Scene, model: Model, config: Config) -> tuple[list[dict[st
     scene = dataclasses.replace(scene, drafters=drafters_of(model, config, reference))
     some = to_sequences(jax.tree.map(lambda x: jnp.asarray(x[: config.batch]), strip(reference)))
     rows: list[dict[str, Any]] = []
-    roundings: dict[Tree, Rounding] = {}
+    roundings: dict[tuple[Tree, int], Rounding] = {}
+
+    def measured_for(tree: Tree, batch: int) -> Rounding:
+        if (tree, batch) not in roundings:
+            roundings[tree, batch] = rounding(scene, PLAIN, some, tree, batch)
+        return roundings[tree, batch]
+
+    # The ladder decodes in fewer rows too, so that even the same batch in another order is another program.
+    fewer = measured_for(Tree.chain(0), max(1, config.batch // 4))
     arms = plain_arms(config, list(scene.drafters))
     with progress("plain", len(arms)) as advance:
         for arm in arms:
-            if arm.tree not in roundings:
-                roundings[arm.tree] = rounding(scene, PLAIN, some, arm.tree)
-            measured = roundings[arm.tree]
+            measured = max(fewer, measured_for(arm.tree, arm.batch), key=lambda found: found.rms)
             row = compare(scene, arm, reference, measured.ties_per_token)
             within = all(tie["gap"] <= 6 * measured.rms for tie in row["ties"])
             rows.append(row | {"rms": measured.rms, "ties_within_6_rms": within})
@@ -256,26 +272,30 @@ def take(scene: Scene, count: int) -> Scene:
 
 
 def invariant_part(scene: Scene, model: Model, config: Config) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """All invariant arms against invariant decoding one row at a time, and log-probs against the training forward."""
-    # A few sequences one by one, the others in a batch; the few are among them.
+    """All invariant arms against decoding without speculation, and log-probs against the training forward."""
     reference = roll(scene, Arm(INVARIANT, batch=config.batch))
-    alone = min(16, scene.count)
-    single = roll(take(scene, alone), Arm(INVARIANT, batch=1))
-    first = first_differences(single, jax.tree.map(lambda x: x[:alone], strip(reference)))
-    lonely = describe(Arm(INVARIANT, batch=1), scene.policy.dtype) | {
-        "tokens": compared_tokens(first, single),
-        "divergences": int((first >= 0).sum()),
-    }
     scene = dataclasses.replace(scene, drafters=drafters_of(model, config, reference))
-    rows = [lonely]
-    arms = invariant_arms(config, list(scene.drafters))
+    names = list(scene.drafters)
+    rows = []
+    # One row at a time takes long: a few sequences.
+    alone = min(ALONE, scene.count)
+    few = jax.tree.map(lambda x: x[:alone], strip(reference))
+    for arm in (
+        Arm(INVARIANT, batch=1),
+        Arm(INVARIANT, 3, drafter=names[0], batch=1),
+        Arm(INVARIANT, 2, Match(3), names[0], 1),
+    ):
+        first = first_differences(strip(roll(take(scene, alone), arm)), few)
+        found = {"tokens": compared_tokens(first, few), "divergences": int((first >= 0).sum())}
+        rows.append(describe(arm, scene.policy.dtype) | found)
+    arms = invariant_arms(config, names)
     with progress(f"invariant {scene.policy.dtype}", len(arms)) as advance:
         for arm in arms:
             rows.append(compare(scene, arm, reference, None))
             advance(1, f"{rows[-1]['tokens']} tokens, {rows[-1]['divergences']} divergences")
     sequences = to_sequences(jax.tree.map(jnp.asarray, strip(reference)))
     scorer = Scorer(scene.policy, scene.law, INVARIANT)
-    microbatch = MicrobatchConfig(min(16, scene.count), (0.4, 0.7, 1.0))
+    microbatch = MicrobatchConfig(math.gcd(16, scene.count), (0.4, 0.7, 1.0))
     trained = jax.jit(lambda params: scorer.log_probs(params, sequences, microbatch))(scene.params)
     mask = np.asarray(sequences.mask)
     differ = np.asarray(trained)[mask] != np.asarray(sequences.log_probs)[mask]
@@ -303,19 +323,22 @@ def costs(scene: Scene, config: Config) -> list[dict[str, Any]]:
     rows = []
     for count in config.cost_rows:
         part = take(scene, count)
-        calls = {b: jax.jit(RolloutEngine(scene.policy, rollout, numerics).rollout) for b, numerics in kinds.items()}
+        engines = {block: RolloutEngine(scene.policy, rollout, numerics) for block, numerics in kinds.items()}
+        calls = {block: (jax.jit(engine.rollout), jax.jit(engine.prefill)) for block, engine in engines.items()}
         seconds: dict[int, list[float]] = {block: [] for block in calls}
         for _ in range(config.repeats + 1):
-            for block, call in calls.items():
-                start = time.perf_counter()
-                jax.block_until_ready(call(scene.params, None, part.prompts, part.keys))
-                seconds[block].append(time.perf_counter() - start)
+            for block, (whole, prefill) in calls.items():
+                times = [time.perf_counter()]
+                for call in (whole, prefill):
+                    jax.block_until_ready(call(scene.params, None, part.prompts, part.keys))
+                    times.append(time.perf_counter())
+                seconds[block].append((times[1] - times[0]) - (times[2] - times[1]))
         plain = np.array(seconds.pop(0)[1:])
         for block, measured in seconds.items():
             ratios = np.array(measured[1:]) / plain
             row = {"rows": count, "dtype": scene.policy.dtype, "token_block": block, "cost": float(np.median(ratios))}
             row |= {"cost_low": float(ratios.min()), "cost_high": float(ratios.max())}
-            rows.append(row | {"plain_step_ms": 1e3 * float(np.median(plain)) / config.cost_tokens})
+            rows.append(row | {"plain_step_ms": 1e3 * float(np.median(plain)) / (config.cost_tokens - 1)})
     return rows
 
 
@@ -332,6 +355,9 @@ def main(config: Config) -> None:
     if model.drafter is None:
         raise InputError("--drafter is missing; give the draft head whose drafts are to be tested")
     workload = open_problems(config.problem, model.tokenizer)
+    law = SamplingLaw(config.temperature, end_ids=workload.end_ids)
+    rollout = RolloutConfig(config.max_new_tokens, 1, 0, law)
+    RolloutEngine(model.policy, rollout, PLAIN).check_prompt_width(workload.prompt_width)
     prompts, _ = workload.held_out(config.problem.split, config.problem.problems)
     if len(prompts.lengths) % config.batch:
         raise InputError(f"there are {len(prompts.lengths)} problems; choose --problems and --batch that fit")
@@ -341,7 +367,6 @@ def main(config: Config) -> None:
     # Arms with spare slots must not run into the longest context of the policy.
     roomy = dataclasses.replace(model.policy, max_position_embeddings=2 * model.policy.max_position_embeddings)
     model = dataclasses.replace(model, policy=roomy)
-    law = SamplingLaw(config.temperature, end_ids=workload.end_ids)
 
     def scene(model: Model) -> Scene:
         assert model.params is not None

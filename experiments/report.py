@@ -170,6 +170,8 @@ def _mean_list(rows: Sequence[Mapping[str, Any]], name: str) -> list[float] | No
 def _yes(session: Any, equal: bool) -> str:
     if equal:
         return "yes"
+    if session.config.speculation.rule != "match":
+        return f"no (rule {session.config.speculation.rule} keeps the law of the tokens, not the tokens)"
     return "NO" if session.numerics.invariant else "no (plain numerics: rounding decides between tokens that tie)"
 
 

@@ -65,6 +65,8 @@ class SpeculationOptions:
             raise InputError(f"--branches is {self.branches} with --rule {self.rule}; trees need --rule match")
         if self.lenience != 1.0 and self.rule != "ratio":
             raise InputError(f"--lenience is {self.lenience} with --rule {self.rule}; it belongs to --rule ratio")
+        if self.tree == "full" and self.branches == 1:
+            raise InputError("--tree is full with --branches 1, a chain; choose more branches")
         _ = self.verification
 
     @property

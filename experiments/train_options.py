@@ -109,7 +109,8 @@ class Config:
     law: LawFlags = LawOptions()
     speculation: SpeculationFlags = SpeculationOptions()
     couple_epochs: bool = False
-    """Give a prompt the same noise in every epoch, so that its earlier response is a likely draft."""
+    """Give a prompt the same noise in every epoch: its earlier response, replayed (drafters/replay.py), is then a
+    likely draft."""
     updates_per_rollout: int = 2
     epochs: int = 1
     microbatch: MicrobatchConfig = MicrobatchConfig(16, (0.27, 0.4, 0.7, 1.0))
@@ -156,6 +157,8 @@ class Config:
             raise InputError(f"--lenience {self.speculation.lenience} changes the law of the responses and {needs}")
         if self.loss_on == "full" and self.loss.importance_cap == 0.0:
             raise InputError(f"--loss-on full is not the law that responses are drawn from and {needs}")
+        if self.couple_epochs and (self.task == "arithmetic" or self.speculation.rule != "match"):
+            raise InputError("--couple-epochs needs --task jsonl, whose prompts come again, and --rule match")
         check_reporters(tensorboard=self.tensorboard, wandb=self.wandb)
 
     def fits(self, devices: int) -> bool:

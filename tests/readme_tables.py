@@ -12,6 +12,7 @@ from typing import Any
 from experiments.outputs import markdown_table
 
 ROOT = Path(__file__).parents[1]
+LOSSLESSNESS = ROOT / "results" / "losslessness"
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -42,7 +43,60 @@ def demo_table() -> str:
     return markdown_table(rows)
 
 
-TABLES: dict[str, Callable[[], str]] = {"demo": demo_table}
+def losslessness_table() -> str:
+    """Divergences of results/losslessness by kind of run."""
+    arms = [row for name in ("plain", "invariant") for row in _read(LOSSLESSNESS / f"{name}.json")["rows"]]
+    rows = []
+    for numerics, dtype, shape in dict.fromkeys((r["numerics"], r["dtype"], _shape(r)) for r in arms):
+        own = [r for r in arms if (r["numerics"], r["dtype"], _shape(r)) == (numerics, dtype, shape)]
+        expected = [r.get("expected") for r in own]
+        rows.append(
+            {
+                "numerics": f"{numerics} {dtype}",
+                "drafts": shape,
+                "programs": len(own),
+                "tokens compared": sum(r["tokens"] for r in own),
+                "divergences": sum(r["divergences"] for r in own),
+                "expected of rounding": None if None in expected else float(sum(expected)),
+            }
+        )
+    return markdown_table(rows)
+
+
+def invariance_cost_table() -> str:
+    """Cost of an invariant decode step over a plain one, a column per block size, from results/losslessness."""
+    found: dict[tuple[str, int], dict[str, Any]] = {}
+    for row in _read(LOSSLESSNESS / "invariant.json")["costs"]:
+        line = found.setdefault((row["dtype"], row["rows"]), {"dtype": row["dtype"], "rows": row["rows"]})
+        line[f"blocks of {row['token_block']}"] = f"{row['cost']:.2f} ({row['cost_low']:.2f} to {row['cost_high']:.2f})"
+    return markdown_table(list(found.values()))
+
+
+def _shape(row: dict[str, Any]) -> str:
+    """Kind of drafts of an arm."""
+    return "none" if row["draft_length"] == 0 else row["shape"].split()[0]
+
+
+def acceptance_table() -> str:
+    """Acceptance length by rule, a column per policy and temperature, from results/acceptance."""
+    found: dict[str, dict[str, Any]] = {}
+    entropy: dict[str, Any] = {"rule": "entropy (nats per token)"}
+    for path in sorted((ROOT / "results" / "acceptance").glob("*.json")):
+        for row in _read(path)["rows"]:
+            column = f"{path.stem}, T = {row['temperature']:g}"
+            found.setdefault(row["rule"], {"rule": row["rule"]})[column] = (
+                f"{row['acceptance_length']:.2f} ± {row['ci95']:.2f}"
+            )
+            entropy[column] = row["entropy"]
+    return markdown_table([*found.values(), entropy])
+
+
+TABLES: dict[str, Callable[[], str]] = {
+    "demo": demo_table,
+    "losslessness": losslessness_table,
+    "invariance_cost": invariance_cost_table,
+    "acceptance": acceptance_table,
+}
 
 
 def with_tables(text: str) -> str:

@@ -1,5 +1,7 @@
 """Laws of small vocabularies that depend on the prefix, for exact enumeration."""
 
+import itertools
+
 import jax.numpy as jnp
 import numpy as np
 
@@ -11,6 +13,8 @@ FILTERS = {
     "top-k": SamplingLaw(1.2, top_k=2),
     "top-p": SamplingLaw(0.9, top_p=0.7),
     "min-p": SamplingLaw(min_p=0.3),
+    "penalty": SamplingLaw(repetition_penalty=2.5),
+    "minimum": SamplingLaw(min_new_tokens=1, end_ids=(0,)),
     "all": SamplingLaw(0.8, top_k=3, top_p=0.9, min_p=0.1, forbidden=(1,)),
 }
 
@@ -21,7 +25,9 @@ def tables(law, vocab, depth, seed):
     result = []
     for i in range(depth):
         logits = jnp.asarray(rng.normal(scale=1.5, size=(vocab**i, vocab)))
-        context = Context(jnp.zeros((vocab**i,), jnp.int32))
+        prefixes = np.array(list(itertools.product(range(vocab), repeat=i)), np.int32).reshape(vocab**i, i)
+        seen = (prefixes[:, :, None] == np.arange(vocab)).any(axis=1)
+        context = Context(jnp.full((vocab**i,), i, jnp.int32), jnp.asarray(seen))
         log_law = np.asarray(law.log_law(logits, context, jnp.arange(vocab)))
         result.append(log_law.reshape(*[vocab] * i, vocab))
     return result

@@ -332,6 +332,12 @@ def test_importance_weights_scale_the_surrogate_of_each_token(aggregation):
     np.testing.assert_allclose(metrics["importance_weight"].value, weights[mask].mean(), rtol=1e-6)
 
 
+def test_a_behaviour_law_needs_a_cap():
+    log_probs, old, advantages, mask, _ = (jnp.asarray(x) for x in make_batch())
+    with pytest.raises(ValueError, match="need an importance_cap"):
+        policy_loss(log_probs, old, advantages, mask, LossConfig(), None, None, old)
+
+
 def test_kl_needs_a_reference():
     log_probs, old, advantages, mask, _ = (jnp.asarray(x) for x in make_batch())
     with pytest.raises(ValueError, match="needs ref_log_probs"):

@@ -11,16 +11,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from test_grpo import first_state, make_program
 from tiny import INVARIANT, POLICY, BigramDrafter, bigram_table, keys_of, run, take_prompts, tiny_params, tiny_prompts
 
 from specrl_jax.models import policy as policy_module
-from specrl_jax.rl.scoring import Scorer
 from specrl_jax.rollout import engine as engine_module
 from specrl_jax.rollout import rules
 from specrl_jax.rollout.engine import RolloutConfig, RolloutEngine
 from specrl_jax.rollout.rules import Match
 from specrl_jax.rollout.sampling import SamplingLaw
-from specrl_jax.rollout.trajectory import to_sequences
 
 pytestmark = pytest.mark.ci
 SAMPLES, NEW, ENDS = 3, 20, (1, 7)
@@ -132,14 +131,16 @@ def test_caught_penalties_blind_to_the_drafts_before_them(monkeypatch):
 
 
 def test_caught_verification_with_the_last_steps_weights():
-    """Tokens are of some policy's law, but not of the one that is trained: its forward has other log-probs."""
-    scorer = Scorer(POLICY, LAW, INVARIANT)
-
-    def trained(ours):
-        sequences = to_sequences(jax.tree.map(jnp.asarray, ours))
-        return sequences, jnp.where(sequences.mask, scorer.score(tiny_params(), sequences).log_probs, 0.0)
-
-    sequences, log_probs = trained(rollout(3))
-    np.testing.assert_array_equal(sequences.log_probs, log_probs)
-    sequences, log_probs = trained(rollout(3, seed=1))
-    assert not np.allclose(sequences.log_probs, log_probs, atol=1e-3)
+    """The rollout of the second step: under the weights of the first, the first update would not be on-policy."""
+    program = make_program(3, updates=1)
+    first = first_state(program)
+    second, _ = program.scanned(1)(first)
+    prompts, problems = program.issue(second)
+    ratios = []
+    for params in (second.params, first.params):
+        trajectory = program.rollout(replace(second, params=params), prompts)
+        rewards = program.reward(second, problems, trajectory)
+        _, metrics, _ = program.update(second, trajectory, program.prepare(second, trajectory), rewards)
+        ratios.append((float(metrics["ratio"]), float(metrics["token_mult_prob_error"])))
+    assert ratios[0] == (1.0, 1.0)
+    assert ratios[1][1] > 1.001

@@ -46,6 +46,11 @@ def test_bad_input_is_refused(refused, models):
     refused("losslessness", "--problems is 100; choose a multiple of --batch 256", *both, "--problems", 100)
     refused("losslessness", "--invariant-problems is 100; choose", *both, "--invariant-problems", 100)
     refused("losslessness", "--temperature is 0.0; draws need one above 0", *both, "--temperature", 0)
+    refused("losslessness", "draft_length is 100; choose a number from 0 to 64", *both, "--draft-lengths", 100)
+    refused("losslessness", "--invariant-problems is 768 and --problems 512; none may", *both, "--problems", 512)
+    refused("losslessness", "exceed the policy's max_position_embeddings of 256", *both, "--max-new-tokens", 250)
+    refused("acceptance_by_rule", "exceed the policy's max_position_embeddings", *both, "--max-new-tokens", 250)
+    refused("acceptance_by_rule", "draft_length is 66; choose a number from 0 to 64", *both, "--drafts", 66)
     refused("losslessness", "--corruption is 2.0; choose a share from 0 to 1", *both, "--corruption", 2)
     refused("losslessness", "--parts and --drafters must name at least one", *both, "--parts")
     refused("acceptance_by_rule", "--drafts is 4; choose a multiple of 6", *both, "--drafts", 4)
@@ -108,7 +113,7 @@ def test_rounding_predicts_how_many_draws_differ():
     here, rms = scene(400), 0.02
     reference = roll(here, Arm(PLAIN, batch=400))
     sequences = to_sequences(jax.tree.map(jnp.asarray, replace(reference, stats=None, entropy_sum=None)))
-    measured = rounding(here, PLAIN, sequences, Tree.chain(3))
+    measured = rounding(here, PLAIN, sequences, Tree.chain(3), 100)
     assert 0 < measured.rms < 1e-5
     expected = replace(measured, rms=rms).ties_per_token
     head = np.asarray(here.params.embed if here.params.head is None else here.params.head)

@@ -2,6 +2,7 @@
 
 import functools
 import re
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -28,6 +29,7 @@ from specrl_jax.data.prompts import Prompts
 from specrl_jax.models.policy import forward, grid_batch, logits, sequence_positions
 from specrl_jax.parallel.mesh import DATA, MeshConfig, make_mesh
 from specrl_jax.rollout.engine import RolloutConfig, RolloutEngine
+from specrl_jax.rollout.rules import Block, Match
 from specrl_jax.rollout.sampling import SamplingLaw
 from specrl_jax.rollout.trajectory import Trajectory
 
@@ -215,11 +217,16 @@ def test_a_sum_or_a_host_call_in_a_loop_would_be_seen():
         assert sign.search(inside)
 
 
-@pytest.mark.parametrize("numerics", [PLAIN, INVARIANT], ids=["plain", "invariant"])
-def test_export_lowers_for_every_platform(numerics):
+@pytest.mark.parametrize(
+    ("numerics", "rule"),
+    [(PLAIN, Match()), (INVARIANT, Match()), (PLAIN, Match(branches=2)), (PLAIN, Block())],
+    ids=["plain", "invariant", "tree", "block"],
+)
+def test_export_lowers_for_every_platform(numerics, rule):
     drafter, draft = random_eagle3()
     prompts = tiny_prompts()
     engine = engine_of(numerics, 3, drafter, ladder=(1.0, 0.5))
+    engine = replace(engine, config=replace(engine.config, rule=rule))
     program = over_mesh(engine, 1)
     exported = jax.export.export(program, platforms=("cpu", "cuda", "tpu"))(
         tiny_params(), draft, prompts, keys_of(prompts, 3)

@@ -129,6 +129,51 @@ def test_match_emits_the_tokens_of_the_plain_run_under_every_law(name, argmax):
     assert (ours.thresholds is not None) == LAWS[name].filtered
 
 
+@pytest.mark.parametrize("name", ["top-k", "top-p", "min-p", "all"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_support_of_the_rollout_survives_another_program(name, dtype):
+    """Plain numerics: the training forward rounds otherwise than the rollout, and the support must not move for it."""
+    policy = replace(POLICY, dtype=dtype)
+    prompts, params = tiny_prompts(groups=40), tiny_params(policy)
+    law = LAWS[name]
+    engine = RolloutEngine(policy, RolloutConfig(20, 3, 0, law, ladder=(1.0,)), PLAIN)
+    sequences = to_sequences(jax.tree.map(jnp.asarray, run(engine, prompts, keys_of(prompts, 3), params)))
+    mask = np.asarray(sequences.mask)
+
+    def drift(params):
+        scores = jax.jit(Scorer(policy, law, PLAIN).score)(params, sequences)
+        return np.abs(np.asarray(scores.log_probs) - np.asarray(sequences.log_probs))[mask]
+
+    moved = drift(params)
+    assert len(moved) > 500
+    if dtype == "float32":
+        assert moved.max() < 1e-5
+        # A thousandth of a change in the weights changes the law by about as much, not by whole tokens.
+        moved = drift(jax.tree.map(lambda x: x * (1 + 1e-3 * jnp.cos(jnp.arange(x.size).reshape(x.shape))), params))
+    assert np.median(moved) < 0.02
+    assert (moved > 0.1).mean() < 0.05
+
+
+@pytest.mark.parametrize("rule", [Ratio(), Block()])
+def test_greedy_runs_report_the_same_log_probs_under_every_rule(rule):
+    plain, ours = rollout("greedy", Match(), 0), rollout("greedy", rule, 3)
+    np.testing.assert_array_equal(ours.tokens, plain.tokens)
+    np.testing.assert_array_equal(ours.log_probs, plain.log_probs)
+
+
+@pytest.mark.parametrize(("name", "rule"), [("all", Match(branches=2)), ("all", Ratio()), ("plain", Block())])
+def test_rows_may_move_into_smaller_batches(name, rule):
+    """Everything that a row carries moves with it: seen tokens, rounds, thresholds, the caches of trees."""
+    prompts = tiny_prompts()
+    engine = engine_of(INVARIANT, LAWS[name], rule)
+    config = replace(engine.config, ladder=(1.0, 0.6, 0.2), smallest_rung=1)
+    keys = keys_of(prompts, 3)
+    ours = run(replace(engine, config=config), prompts, keys, tiny_params(), bigram_table())
+    expected = rollout(name, rule, 3)
+    for field in ("tokens", "lengths", "ended", "log_probs", "thresholds"):
+        np.testing.assert_array_equal(getattr(ours, field), getattr(expected, field), err_msg=field)
+
+
 RULES = {
     "match": Match(),
     "ratio": Ratio(),

@@ -133,7 +133,7 @@ class Drafter(Protocol):
 
         Args:
             params, embed, state: as in `commit`.
-            sequence: index of each row's sequence in the rollout, whatever row it sits in.
+            sequence: index of each row's sequence in the rollout of this device, whatever row it sits in.
             tree: which tokens to propose; a chain or more (`propose_tree` does the bookkeeping).
             choose: picks candidates from logits.
 

@@ -20,7 +20,7 @@ _OTHER = -30.0  # logit of every token but the replayed one: finite, so that fil
 
 @struct.dataclass
 class Replay:
-    """The rollout that is replayed; its sequences stand in the order of the new one's.
+    """The rollout that is replayed; its sequences stand in the order of the new one's, on each device.
 
     tokens: responses, `[sequences, t]`. prompt_lengths: `[sequences]`.
     """

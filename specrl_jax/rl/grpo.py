@@ -120,6 +120,11 @@ class GrpoStep:
 
     def __post_init__(self) -> None:
         exact = self.engine.config.rule.exact
+        if self.couple_epochs and self.engine.config.rule.needs_laws:
+            raise InputError(
+                "couple_epochs belongs to match verification: other rules would judge a response "
+                "by the very coins that made it; leave it out"
+            )
         if not exact and self.update_config.loss.importance_cap == 0:
             raise InputError(
                 "lenience changes the law of the responses; correct for it with loss importance_cap (2 is usual)"

@@ -159,6 +159,8 @@ def policy_loss(
     """
     if config.kl_coef > 0.0 and ref_log_probs is None:
         raise ValueError("a kl_coef above 0 needs ref_log_probs")
+    if behaviour_log_probs is not None and config.importance_cap == 0.0:
+        raise ValueError("behaviour_log_probs need an importance_cap above 0")
     kept = mask & (log_probs != -jnp.inf) & (old_log_probs != -jnp.inf)
     # Replaced before any arithmetic: the gradient of a branch not taken would be 0 * inf.
     new = jnp.where(kept, log_probs, 0.0)

@@ -71,7 +71,6 @@ class RolloutConfig:
         for name, least in (
             ("max_new_tokens", 1),
             ("samples_per_prompt", 1),
-            ("draft_length", 0),
             ("smallest_rung", 1),
         ):
             if getattr(self, name) < least:
@@ -81,6 +80,12 @@ class RolloutConfig:
         if not all(0.0 < fraction <= 1.0 for fraction in self.ladder):
             raise InputError(f"rollout ladder is {self.ladder}; give fractions above 0 and at most 1")
         self.rule.tree(self.draft_length)  # refuses what is too large
+        if self.law.min_new_tokens > self.max_new_tokens:
+            raise InputError(
+                f"min_new_tokens is {self.law.min_new_tokens}, above max_new_tokens {self.max_new_tokens}; lower it"
+            )
+        if set(self.law.end_ids) <= set(self.law.forbidden):
+            raise InputError("every end token is forbidden, so that no response could end; allow one of them")
 
     @property
     def tree(self) -> Tree:
@@ -102,7 +107,9 @@ def best(scores: Float[Array, "n v"], count: int) -> Int[Array, "n m"]:
     """Indices of the `count` largest scores, the largest first."""
     if count == 1:
         return jnp.argmax(scores, axis=1)[:, None].astype(jnp.int32)
-    return lax.top_k(scores, count)[1]
+    # A small draft vocabulary may have fewer; the last then fills up.
+    found = lax.top_k(scores, min(count, scores.shape[1]))[1]
+    return jnp.pad(found, ((0, 0), (0, count - found.shape[1])), mode="edge")
 
 
 def along(path: Int[Array, "r k1"] | None, x: Shaped[Array, "r n1 ..."]) -> Shaped[Array, "r k1 ..."]:
@@ -275,7 +282,8 @@ class RolloutEngine:
         rows = proposed.tokens.shape[0]
         law = jax.tree.map(lambda x: along(proposed.path, x.reshape(rows, -1)), judged.law)
         law = replace(law, token=proposed.tokens)
-        if self.config.rule.needs_laws and log_p is not None and log_q is not None:
+        # Greedy, the emitted tokens are the policy's own draws, and log-probs those of temperature 1.
+        if log_p is not None and log_q is not None and not self.config.law.greedy:
             behaviour = self.config.rule.behaviour(log_p, log_q)
             log_prob = jnp.take_along_axis(behaviour, proposed.tokens[..., None], axis=2)[..., 0]
             law = replace(law, log_prob=log_prob)

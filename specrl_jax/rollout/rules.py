@@ -22,6 +22,11 @@ MAX_DRAFTS = 64
 """Drafts of a round; more never pay."""
 
 
+def _check_length(draft_length: int) -> None:
+    if not 0 <= draft_length <= MAX_DRAFTS:
+        raise InputError(f"draft_length is {draft_length}; choose a number from 0 to {MAX_DRAFTS}")
+
+
 @runtime_checkable
 class Rule(Protocol):
     """How drafts are drawn and judged; a frozen dataclass."""
@@ -89,6 +94,7 @@ class Match:
 
     def tree(self, draft_length: int) -> Tree:
         """A chain, or a tree of `branches` candidates; InputError when it is too large to be of use."""
+        _check_length(draft_length)
         drafts = sum(self.branches ** (d + 1 if self.shape == "full" else 1) for d in range(draft_length))
         if drafts > MAX_DRAFTS:
             raise InputError(
@@ -123,7 +129,8 @@ class _Sampled:
         return True
 
     def tree(self, draft_length: int) -> Tree:
-        """A chain."""
+        """A chain; InputError when it is too long to be of use."""
+        _check_length(draft_length)
         return Tree.chain(draft_length)
 
     def draft_keys(self, keys: UInt32[Array, "r 2"], rounds: Int[Array, "r"]) -> UInt32[Array, "r 2"]:

@@ -56,8 +56,8 @@ class SamplingLaw:
     end_ids: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        if not 0.0 <= self.temperature <= 100.0:
-            raise InputError(f"temperature is {self.temperature}; choose a value from 0 (greedy) to 100")
+        if not (self.temperature == 0.0 or 0.001 <= self.temperature <= 100.0):
+            raise InputError(f"temperature is {self.temperature}; choose a value from 0.001 to 100, or 0 (greedy)")
         for name, low in (("top_k", 0), ("min_new_tokens", 0)):
             if getattr(self, name) < low:
                 raise InputError(f"{name} is {getattr(self, name)}; it must be at least {low}")
@@ -108,7 +108,11 @@ class SamplingLaw:
         return jax.nn.log_softmax(logits * scale, axis=-1)
 
     def threshold(self, tempered: Float[Array, "n v"]) -> Float[Array, "n"]:
-        """Least tempered log-probability of the support; -inf where everything remains."""
+        """A tempered log-probability between the support and what is dropped; -inf where everything remains.
+
+        It lies midway between the least probable token kept and the most probable one dropped: in another
+        program, or after an update, both are off by a little, and the support stays what it was.
+        """
         least = jnp.full(tempered.shape[:1], -jnp.inf, tempered.dtype)
         if 0 < self.top_k < tempered.shape[1]:
             least = lax.top_k(tempered, self.top_k)[0][:, -1]
@@ -120,7 +124,11 @@ class SamplingLaw:
             least = jnp.min(jnp.where(needed, ordered, jnp.inf), axis=1)
         if self.min_p > 0.0:
             least = jnp.maximum(least, jnp.max(tempered, axis=1) + math.log(self.min_p))
-        return least
+        kept = tempered >= least[:, None]
+        lowest = jnp.min(jnp.where(kept, tempered, jnp.inf), axis=1)
+        dropped = jnp.max(jnp.where(kept, -jnp.inf, tempered), axis=1)
+        midway = lowest + 0.5 * (jnp.where(dropped == -jnp.inf, lowest, dropped) - lowest)
+        return jnp.where(dropped == -jnp.inf, dropped, jnp.where(midway > dropped, midway, lowest))
 
     def restrict(
         self, tempered: Float[Array, "n v"], least: Float[Array, "n"], token: Int[Array, "n"] | None = None
@@ -173,7 +181,7 @@ class TokenLaw:
     token: drawn (or given) token, `[n]`.
     log_prob: its log-probability, `[n]` float32.
     entropy: of the whole law in nats, `[n]` float32.
-    threshold: least tempered log-probability of the support, `[n]` float32.
+    threshold: tempered log-probability above which the support lies, `[n]` float32.
     """
 
     token: Int[Array, "n"]

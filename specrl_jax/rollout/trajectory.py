@@ -36,7 +36,7 @@ class Trajectory:
     prompts: as given.
     tokens: response tokens, end token included, 0 beyond `lengths`, `[b, t]`.
     log_probs: of those tokens under the law that they were drawn from, float32, 0 beyond, `[b, t]`.
-    thresholds: least tempered log-probability of each token's support, float32, `[b, t]`; None where the law
+    thresholds: tempered log-probability above which each token's support lies, float32, `[b, t]`; None where the law
         filters nothing.
     lengths: response tokens, `[b]`.
     ended: whether the response closed with an end token; otherwise it was truncated, `[b]`.
@@ -62,7 +62,7 @@ class Sequences:
     lengths: tokens of prompt and response, `[b]`.
     mask: True where the token is a response token, `[b, t]`.
     log_probs: rollout log-probability of each response token, 0 elsewhere, `[b, t]`.
-    thresholds: least tempered log-probability of its support, -inf elsewhere, `[b, t]`, or None.
+    thresholds: tempered log-probability above which its support lies, -inf elsewhere, `[b, t]`, or None.
     behaviour: log-probability under the law that it was drawn from, where `log_probs` is another's, `[b, t]`, or None.
     """
 

@@ -144,7 +144,8 @@ def lenient_law(
     is the draft or its replacement. Without lenience it is p.
     """
     kept = jnp.minimum(log_q, log_p + log_lenience)
-    refused = jnp.log1p(-jnp.minimum(jnp.sum(jnp.exp(kept), axis=-1, keepdims=True), 1.0))
+    # 1 - sum min(q, l p), as the sum of what q has too much: nothing cancels where refusals are rare.
+    refused = jax.nn.logsumexp(log_excess(log_q, log_p + log_lenience), axis=-1, keepdims=True)
     excess = log_excess(log_p, log_q)
     total = jax.nn.logsumexp(excess, axis=-1, keepdims=True)
     replaced = jnp.where(total == -jnp.inf, log_p, excess - jnp.where(total == -jnp.inf, 0.0, total))

@@ -135,7 +135,7 @@ class GrpoRun:
         step = self.program.step
         rule = step.engine.config.rule
         row: dict[str, Any] = {"draft_length": step.engine.config.draft_length}
-        if not rule.exact:
+        if not rule.exact and step.engine.speculative:
             row["lenience"] = getattr(rule, "lenience", None)
         return row | ({"couple_epochs": True} if step.couple_epochs else {})
 

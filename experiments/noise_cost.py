@@ -22,7 +22,8 @@ from specrl_jax.models.numerics import Numerics
 from specrl_jax.models.params import init_params
 from specrl_jax.models.policy import forward, grid_batch, logits, policy_cache
 from specrl_jax.models.presets import PRESETS as SHAPES
-from specrl_jax.rollout.noise import gumbel_noise, sequence_keys
+from specrl_jax.rollout.noise import sequence_keys
+from specrl_jax.rollout.sampling import SamplingLaw
 from specrl_jax.training.metrics import write_json
 
 SCRIPT = "noise_cost"
@@ -60,7 +61,7 @@ PRESETS: dict[str, Mapping[str, Any]] = {"default": {}, "smoke": {"shape": "tiny
 def drawn(scores: Float[Array, "r v"], keys: UInt32[Array, "r 2"], positions: Int[Array, "r"]) -> Int[Array, "r"]:
     """Draws with noise."""
     ids = jnp.arange(scores.shape[1], dtype=jnp.int32)
-    return jnp.argmax(scores + gumbel_noise(keys, positions, ids), axis=1)
+    return jnp.argmax(SamplingLaw().perturbed(scores, keys, positions, ids), axis=1)
 
 
 def calls_for(config: Config, rows: int) -> dict[str, Callable[[], Any]]:

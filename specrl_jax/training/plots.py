@@ -238,5 +238,5 @@ def draw_acceptance_by_rule(rows: Rows) -> Figure:
     axes.set_xticks(range(len(temperatures)), [f"temperature {t:g}" for t in temperatures])
     axes.set_ylabel("tokens per round")
     axes.set_ylim(1, None)
-    axes.legend(ncols=2)
+    figure.legend(loc="outside right upper")
     return figure

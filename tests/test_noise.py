@@ -9,7 +9,7 @@ import numpy_noise
 import pytest
 from scipy import stats
 
-from specrl_jax.rollout.noise import gumbel_noise, random_bits, sequence_keys
+from specrl_jax.rollout.noise import best, gumbel_noise, random_bits, sequence_keys
 from specrl_jax.rollout.sampling import SamplingLaw
 
 pytestmark = pytest.mark.ci
@@ -223,7 +223,7 @@ DRAWS = 2**17
 @functools.partial(jax.jit, static_argnums=(0,))
 def draw(law, log_p, keys, positions, ids):
     scores = jnp.broadcast_to(log_p, (positions.shape[0], log_p.shape[-1]))
-    return jnp.argmax(law.perturbed(scores, keys, positions, ids), axis=-1)
+    return best(law.perturbed(scores, keys, positions, ids))[:, 0]
 
 
 def draw_many(p, positions=None, ids=None, keys=None):

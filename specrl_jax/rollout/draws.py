@@ -6,7 +6,7 @@ from typing import Protocol, runtime_checkable
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
-from specrl_jax.rollout.noise import gumbel_noise, subkeys, uniform_logs
+from specrl_jax.rollout.noise import best, gumbel_noise, subkeys, uniform_logs
 
 
 @runtime_checkable
@@ -39,4 +39,4 @@ class KeyedDraws:
         ids = jnp.arange(log_law.shape[1], dtype=jnp.int32)
         first = jnp.zeros((log_law.shape[0],), jnp.int32)
         noise = gumbel_noise(subkeys(self.keys, "residual"), first, ids)
-        return jnp.argmax(log_law + noise.astype(log_law.dtype), axis=1).astype(jnp.int32)
+        return best(log_law + noise.astype(log_law.dtype))[:, 0]

@@ -39,7 +39,7 @@ from specrl_jax.models.policy import (
 )
 from specrl_jax.models.tree import Tree
 from specrl_jax.rollout.draws import KeyedDraws
-from specrl_jax.rollout.noise import round_keys
+from specrl_jax.rollout.noise import best, round_keys
 from specrl_jax.rollout.rows import Rows, count_round, emit, is_end
 from specrl_jax.rollout.rules import Match, Rule
 from specrl_jax.rollout.sampling import Context, SamplingLaw, TokenLaw, sample_tokens, with_tokens
@@ -101,15 +101,6 @@ class RolloutConfig:
 def with_drafts(seen: Bool[Array, "r v"], drafts: Int[Array, "r q"]) -> Bool[Array, "r v"]:
     """`seen` and drafts that stand before the token in question."""
     return with_tokens(seen, drafts, jnp.ones(drafts.shape, bool))
-
-
-def best(scores: Float[Array, "n v"], count: int) -> Int[Array, "n m"]:
-    """Indices of the `count` largest scores, the largest first."""
-    if count == 1:
-        return jnp.argmax(scores, axis=1)[:, None].astype(jnp.int32)
-    # A small draft vocabulary may have fewer; the last then fills up.
-    found = lax.top_k(scores, min(count, scores.shape[1]))[1]
-    return jnp.pad(found, ((0, 0), (0, count - found.shape[1])), mode="edge")
 
 
 def along(path: Int[Array, "r k1"] | None, x: Shaped[Array, "r n1 ..."]) -> Shaped[Array, "r k1 ..."]:

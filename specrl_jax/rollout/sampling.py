@@ -15,7 +15,7 @@ from specrl_jax.models.config import PolicyConfig
 from specrl_jax.models.numerics import Numerics, map_tokens
 from specrl_jax.models.params import PolicyParams
 from specrl_jax.models.policy import head_weights, token_logits
-from specrl_jax.rollout.noise import gumbel_noise
+from specrl_jax.rollout.noise import best, gumbel_noise
 
 
 @struct.dataclass
@@ -161,10 +161,7 @@ class SamplingLaw:
         token_ids: Int[Array, "v"],
     ) -> Float[Array, "n v"]:
         """Log-probabilities (up to a constant) plus noise, whose argmax is a draw; as they are at temperature 0."""
-        if self.greedy:
-            return scores
-        # Fused into the argmax that follows, the noise would be computed number by number: 8 times slower on a CPU.
-        return lax.optimization_barrier(scores + gumbel_noise(keys, positions, token_ids))
+        return scores if self.greedy else scores + gumbel_noise(keys, positions, token_ids)
 
 
 def with_tokens(seen: Bool[Array, "r v"], tokens: Int[Array, "r q"], which: Bool[Array, "r q"]) -> Bool[Array, "r v"]:
@@ -219,7 +216,7 @@ def _sample_block(
     tempered = law.tempered(logits, Context(*context), ids)
     threshold = law.threshold(tempered)
     log_law = law.restrict(tempered, threshold)
-    token = jnp.argmax(law.perturbed(log_law, keys, context[0], ids), axis=-1).astype(jnp.int32)
+    token = best(law.perturbed(log_law, keys, context[0], ids))[:, 0]
     return _describe(log_law, token, threshold), (log_law if keep_law else None)
 
 

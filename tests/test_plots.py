@@ -4,7 +4,15 @@ import numpy as np
 import pytest
 from matplotlib.image import imread
 
-from specrl_jax.training.plots import draw_acceptance, draw_learning, draw_lengths, draw_time, plot_run
+from specrl_jax.training.plots import (
+    draw_acceptance,
+    draw_acceptance_by_rule,
+    draw_learning,
+    draw_lengths,
+    draw_losslessness,
+    draw_time,
+    plot_run,
+)
 
 pytestmark = pytest.mark.ci
 
@@ -73,3 +81,27 @@ def test_lengths_are_counted_once():
     assert (axis.get_xlabel(), axis.get_ylabel()) == ("response length (tokens)", "responses")
     assert axis.patches[0].get_xy()[:, 1].max() == 3
     assert draw_lengths({"training": []}) is None
+
+
+def test_losslessness_shows_divergences_per_million_and_what_was_expected():
+    rows = [
+        {"numerics": "plain", "dtype": "float32", "tokens": 1_000_000, "divergences": 3, "expected": 2.0},
+        {"numerics": "plain", "dtype": "float32", "tokens": 1_000_000, "divergences": 1, "expected": 1.0},
+        {"numerics": "invariant", "dtype": "bfloat16", "tokens": 500_000, "divergences": 0},
+    ]
+    costs = [{"dtype": "float32", "token_block": 8, "rows": n, "cost": 1.0 + 1 / n} for n in (1, 8)]
+    left, right = draw_losslessness(rows, costs).axes
+    assert [bar.get_height() for bar in left.patches] == [2.0, 0.0]
+    (expected,) = left.lines
+    assert expected.get_ydata().tolist() == [1.5, 1.5]
+    assert right.lines[0].get_ydata().tolist() == [2.0, 1.125]
+    assert not draw_losslessness(rows, []).axes[1].get_visible()
+
+
+def test_acceptance_by_rule_has_a_bar_per_rule_and_temperature():
+    rows = [
+        {"rule": rule, "temperature": t, "acceptance_length": height, "ci95": 0.1}
+        for rule, t, height in (("ratio", 0.6, 2.0), ("match", 0.6, 1.9), ("ratio", 1.0, 1.8), ("match", 1.0, 1.7))
+    ]
+    (axes,) = draw_acceptance_by_rule(rows).axes
+    assert sorted(bar.get_height() for bar in axes.patches) == [1.7, 1.8, 1.9, 2.0]

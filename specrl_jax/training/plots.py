@@ -192,21 +192,23 @@ def draw_losslessness(rows: Rows, costs: Rows) -> Figure:
     figure = Figure(figsize=(10, 4), layout="constrained")
     left, right = figure.subplots(1, 2)
     kinds = list(dict.fromkeys((row["numerics"], row["dtype"]) for row in rows))
+    labels = []
     for i, kind in enumerate(kinds):
         own = [row for row in rows if (row["numerics"], row["dtype"]) == kind]
         tokens = sum(row["tokens"] for row in own)
         found = 1e6 * sum(row["divergences"] for row in own) / tokens
         left.bar(i, found, color=_COLORS[i])
-        left.annotate(f"{found:.3g}\n{tokens:,} tokens", (i, found), ha="center", va="bottom")
+        left.annotate(f"{found:.3g}", (i, found), ha="center", va="bottom")
+        labels.append(f"{kind[0]}\n{kind[1]}\n{tokens / 1e6:.2g}M tokens")
         if all("expected" in row for row in own):
             expected = 1e6 * sum(row["expected"] for row in own) / tokens
             left.plot([i - 0.4, i + 0.4], [expected] * 2, color="black", linestyle="--", label="expected of rounding")
     if not costs:
         right.set_visible(False)
-    left.set_xticks(range(len(kinds)), [f"{numerics}\n{dtype}" for numerics, dtype in kinds])
+    left.set_xticks(range(len(kinds)), labels)
     left.set_yscale("symlog", linthresh=0.1)
-    left.set_ylim(0, None)
     left.margins(y=0.2)
+    left.set_ylim(bottom=0)
     left.set_ylabel("divergences per million tokens")
     if left.get_legend_handles_labels()[0]:
         left.legend()

@@ -69,6 +69,31 @@ def test_a_drafter_changes_the_speed_and_no_token(responses):
     assert {"commit", "command", "seed", "device", "versions"} <= alone[0].keys()
 
 
+@pytest.mark.parametrize(
+    ("flags", "same"), [(("--branches", 2), True), (("--argmax-drafts",), True), (("--rule", "block"), False)]
+)
+def test_rules_and_trees_by_flags(tmp_path, responses, models, flags, same):
+    options, (alone, slow), _ = responses
+    drafter = ("--drafter", models / "drafter")
+    rows, summary = _run(tmp_path / "run", generate, *options, *drafter, *flags)
+    assert (_texts(rows) == _texts(alone)) == same
+    assert summary["acceptance_length"] > 1.0
+    assert summary["policy_forwards_per_sequence"] < slow["policy_forwards_per_sequence"]
+    assert flags[0].removeprefix("--").replace("-", "_") in summary["rule"] or "Block" in summary["rule"]
+
+
+def test_the_sampling_law_by_flags(tmp_path, responses):
+    """Top-k 1 is greedy whatever the temperature; a forbidden token never comes."""
+    options, (alone, _), _ = responses
+    rows, _ = _run(tmp_path / "greedy", generate, *options, "--top-k", 1, "--temperature", 1.3)
+    assert len({(row["row_id"], row["response"]) for row in rows}) == len(SUMS)
+    nines = [row["response"].count("9") for row in alone]
+    assert sum(nines) > 0
+    nine = arithmetic_tokenizer().convert_tokens_to_ids("9")
+    rows, _ = _run(tmp_path / "forbidden", generate, *options, "--forbidden", nine)
+    assert not any("9" in row["response"] for row in rows)
+
+
 def short_response(response, example):
     """A reward of the user's own."""
     assert example.prompt in SUMS

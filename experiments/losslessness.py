@@ -47,6 +47,7 @@ from specrl_jax.drafters.eagle3_params import init_eagle3
 from specrl_jax.drafters.protocol import Drafter
 from specrl_jax.drafters.replay import Replay, ReplayDrafter
 from specrl_jax.errors import InputError
+from specrl_jax.models.config import Dtype
 from specrl_jax.models.numerics import Numerics
 from specrl_jax.models.tree import Tree
 from specrl_jax.rl.microbatches import MicrobatchConfig
@@ -90,6 +91,8 @@ class Config:
     )
     draft_lengths: tuple[int, ...] = (1, 2, 3, 5, 7)
     cost_rows: tuple[int, ...] = (1, 8, 32, 64)
+    dtypes: tuple[Dtype, ...] = ("float32", "bfloat16")
+    """Of the invariant arms and of the costs."""
     token_blocks: tuple[int, ...] = (8, 16, 64)
     """Tokens per block of the invariant forward; small batches want small blocks."""
     cost_tokens: int = 48
@@ -129,6 +132,8 @@ SMOKE = {
     "invariant_problems": 16,
     "batch": 16,
     "max_new_tokens": 24,
+    "parts": ("plain", "invariant"),
+    "dtypes": ("float32",),
     "drafters": ("trained",),
     "draft_lengths": (2,),
     "cost_rows": (8,),
@@ -377,7 +382,7 @@ def main(config: Config) -> None:
     timed: list[dict[str, Any]] = []
     if "plain" in config.parts:
         rows, figures = plain_part(scene(model), model, config)
-    for dtype in ("float32", "bfloat16"):
+    for dtype in config.dtypes:
         here = cast(model, dtype)
         part = take(scene(here), config.invariant_problems)
         if "invariant" in config.parts:
@@ -393,7 +398,8 @@ def main(config: Config) -> None:
     write_json(out / "summary.json", figures | {"costs": timed} | source)
     draw_losslessness(rows, timed).savefig(out / "losslessness.png", dpi=120)
     print(markdown_table([{"figure": name, "value": value} for name, value in figures.items()]))
-    print(markdown_table(timed), flush=True)
+    if timed:
+        print(markdown_table(timed), flush=True)
 
 
 if __name__ == "__main__":

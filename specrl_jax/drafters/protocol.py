@@ -62,10 +62,10 @@ def propose_tree(
     laws: dict[int, Array] = {}
     for depth in range(tree.depth):
         nodes = tree.inner(depth)
-        paths = [[tokens[above] for above in tree.path(node)[1:]] for node in nodes]
-        before = jnp.stack([jnp.stack(path, axis=1) for path in paths], axis=1) if depth else None
-        if before is None:
-            before = jnp.zeros((rows, 1, 0), jnp.int32)
+        before = jnp.zeros((rows, 1, 0), jnp.int32)
+        if depth:
+            paths = [[tokens[above] for above in tree.path(node)[1:]] for node in nodes]
+            before = jnp.stack([jnp.stack(path, axis=1) for path in paths], axis=1)
         count = max(len(tree.children(node)) for node in nodes)
         choice = choose(logits_below(depth, nodes, before), target_ids, before, count)
         for i, node in enumerate(nodes):

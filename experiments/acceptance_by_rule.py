@@ -34,8 +34,10 @@ from specrl_jax.data.prompts import Prompts
 from specrl_jax.errors import InputError
 from specrl_jax.models.params import PolicyParams
 from specrl_jax.rollout.acceptance import match_acceptance, ratio_acceptance
-from specrl_jax.rollout.engine import Judged, RolloutConfig, RolloutEngine
+from specrl_jax.rollout.config import RolloutConfig
+from specrl_jax.rollout.engine import Batch, RolloutEngine
 from specrl_jax.rollout.noise import sequence_keys
+from specrl_jax.rollout.round import Judged
 from specrl_jax.rollout.rows import Rows
 from specrl_jax.rollout.rules import Block, Match, Ratio, Rule
 from specrl_jax.rollout.sampling import SamplingLaw
@@ -147,16 +149,15 @@ def watched_rollout(case: Case, engine: RolloutEngine) -> Any:
     def run(
         params: PolicyParams, draft: Any, prompts: Prompts, keys: UInt32[Array, "b 2"]
     ) -> tuple[Trajectory, Reached]:
-        def body(state: tuple[Rows, Trajectory, Reached]) -> tuple[Rows, Trajectory, Reached]:
-            rows, trajectory, sums = state
-            judged = engine.judge(params, draft, rows)
-            sums = watch(case, engine, rows, judged, sums)
-            return *engine.conclude(params, draft, rows, trajectory, judged), sums
+        def body(state: tuple[Batch, Reached]) -> tuple[Batch, Reached]:
+            batch, sums = state
+            after, judged = engine.round(params, draft, batch)
+            return after, watch(case, engine, batch.rows, judged, sums)
 
         none = jnp.zeros((case.draft_length,), jnp.float32)
-        start = (*engine.prefill(params, draft, prompts, keys), Reached(none, none, none, none))
-        _, trajectory, sums = lax.while_loop(lambda state: jnp.any(~state[0].done), body, start)
-        return trajectory, sums
+        start = engine.start(params, draft, prompts, keys), Reached(none, none, none, none)
+        batch, sums = lax.while_loop(lambda state: jnp.any(~state[0].rows.done), body, start)
+        return batch.trajectory, sums
 
     return jax.jit(run)
 

@@ -25,7 +25,8 @@ from specrl_jax.models.numerics import Numerics
 from specrl_jax.models.params import PolicyParams
 from specrl_jax.models.policy import forward, grid_batch, logits, policy_cache, sequence_positions
 from specrl_jax.models.tree import Tree
-from specrl_jax.rollout.engine import RolloutConfig, RolloutEngine
+from specrl_jax.rollout.config import RolloutConfig
+from specrl_jax.rollout.engine import RolloutEngine
 from specrl_jax.rollout.noise import gumbel_noise, sequence_keys
 from specrl_jax.rollout.rules import Match, Rule
 from specrl_jax.rollout.sampling import Context, SamplingLaw
@@ -176,10 +177,8 @@ def decoded_logits(
         out = forward(params, policy, grid_batch(tokens, positions, tree), numerics=numerics, cache=cache)
         scores = logits(params, policy, out.hidden, numerics).reshape(rows, tree.size, -1)[:, path]
         whole = jnp.broadcast_to(path[None], (rows, step))
-        move = functools.partial(keep_path, first=cache.length, path=whole)
         assert out.cache is not None
-        keys, values = (tuple(map(move, x)) for x in (out.cache.keys, out.cache.values))
-        return replace(out.cache, keys=keys, values=values, length=cache.length + step), scores
+        return replace(keep_path(out.cache, cache.length, whole), length=cache.length + step), scores
 
     _, scores = lax.scan(body, cache, None, length=rounds)
     scores = scores.transpose(1, 0, 2, 3).reshape(rows, rounds * step, -1)[:, : width - 1]

@@ -28,7 +28,8 @@ from specrl_jax.models.params import PolicyParams, init_params
 from specrl_jax.models.presets import PRESETS
 from specrl_jax.parallel.mesh import make_mesh
 from specrl_jax.rl.rewards import answer_reward
-from specrl_jax.rollout.engine import RolloutConfig, RolloutEngine
+from specrl_jax.rollout.config import RolloutConfig
+from specrl_jax.rollout.engine import RolloutEngine
 from specrl_jax.rollout.trajectory import Trajectory
 from specrl_jax.training.sampling import Sampler, concatenate
 from specrl_jax.training.speculation import response_metrics

@@ -52,7 +52,8 @@ from specrl_jax.models.numerics import Numerics
 from specrl_jax.models.tree import Tree
 from specrl_jax.rl.microbatches import MicrobatchConfig
 from specrl_jax.rl.scoring import Scorer
-from specrl_jax.rollout.engine import RolloutConfig, RolloutEngine
+from specrl_jax.rollout.config import RolloutConfig
+from specrl_jax.rollout.engine import RolloutEngine
 from specrl_jax.rollout.rules import Match
 from specrl_jax.rollout.sampling import SamplingLaw
 from specrl_jax.rollout.trajectory import Trajectory, to_sequences
@@ -329,7 +330,7 @@ def costs(scene: Scene, config: Config) -> list[dict[str, Any]]:
     for count in config.cost_rows:
         part = take(scene, count)
         engines = {block: RolloutEngine(scene.policy, rollout, numerics) for block, numerics in kinds.items()}
-        calls = {block: (jax.jit(engine.rollout), jax.jit(engine.prefill)) for block, engine in engines.items()}
+        calls = {block: (jax.jit(engine.rollout), jax.jit(engine.start)) for block, engine in engines.items()}
         seconds: dict[int, list[float]] = {block: [] for block in calls}
         for _ in range(config.repeats + 1):
             for block, (whole, prefill) in calls.items():

@@ -53,7 +53,8 @@ from specrl_jax.rl.pass_at_k import mean_ci95
 from specrl_jax.rl.program import GrpoProgram
 from specrl_jax.rl.rewards import RIGHT
 from specrl_jax.rl.scoring import Scorer
-from specrl_jax.rollout.engine import RolloutConfig, RolloutEngine
+from specrl_jax.rollout.config import RolloutConfig
+from specrl_jax.rollout.engine import RolloutEngine
 from specrl_jax.rollout.sampling import SamplingLaw
 from specrl_jax.rollout.trajectory import Sequences, Trajectory, to_sequences
 from specrl_jax.training.checkpoints import latest_step, restore_checkpoint

@@ -11,7 +11,8 @@ from experiments import acceptance_by_rule
 from experiments.acceptance_by_rule import cases, watched_rollout
 from specrl_jax.rl.scoring import Scorer
 from specrl_jax.rollout.acceptance import match_acceptance, ratio_acceptance
-from specrl_jax.rollout.engine import RolloutConfig, RolloutEngine
+from specrl_jax.rollout.config import RolloutConfig
+from specrl_jax.rollout.engine import RolloutEngine
 from specrl_jax.rollout.noise import gumbel_noise, sequence_keys
 from specrl_jax.rollout.sampling import SamplingLaw
 from specrl_jax.rollout.trajectory import to_sequences

@@ -28,7 +28,8 @@ from specrl_jax.rl.microbatches import MicrobatchConfig, over_microbatches, sort
 from specrl_jax.rl.optimizers import OptimizerConfig
 from specrl_jax.rl.program import GrpoProgram
 from specrl_jax.rl.scoring import Scorer
-from specrl_jax.rollout.engine import RolloutConfig, RolloutEngine
+from specrl_jax.rollout.config import RolloutConfig
+from specrl_jax.rollout.engine import RolloutEngine
 from specrl_jax.rollout.rules import Match, Ratio
 from specrl_jax.rollout.sampling import SamplingLaw
 

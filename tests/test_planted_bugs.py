@@ -15,9 +15,11 @@ from test_grpo import first_state, make_program
 from tiny import INVARIANT, POLICY, BigramDrafter, bigram_table, keys_of, run, take_prompts, tiny_params, tiny_prompts
 
 from specrl_jax.models import policy as policy_module
-from specrl_jax.rollout import engine as engine_module
+from specrl_jax.rollout import round as round_module
 from specrl_jax.rollout import rules
-from specrl_jax.rollout.engine import RolloutConfig, RolloutEngine
+from specrl_jax.rollout.config import RolloutConfig
+from specrl_jax.rollout.engine import RolloutEngine
+from specrl_jax.rollout.pool import NO_PAGE
 from specrl_jax.rollout.rules import Match
 from specrl_jax.rollout.sampling import SamplingLaw
 
@@ -28,14 +30,14 @@ LAW = SamplingLaw(repetition_penalty=2.0, end_ids=ENDS)
 CHAIN, TREE = Match(), Match(branches=2)
 
 
-def engine_of(k, rule=CHAIN):
+def engine_of(k, rule=CHAIN, numerics=INVARIANT):
     drafter = BigramDrafter() if k else None
-    return RolloutEngine(POLICY, RolloutConfig(NEW, SAMPLES, k, LAW, rule, ladder=(1.0,)), INVARIANT, drafter)
+    return RolloutEngine(POLICY, RolloutConfig(NEW, SAMPLES, k, LAW, rule, ladder=(1.0,)), numerics, drafter)
 
 
-def rollout(k, rule=CHAIN, prompts=PROMPTS, keys=None, seed=0):
+def rollout(k, rule=CHAIN, prompts=PROMPTS, keys=None, seed=0, numerics=INVARIANT):
     """Traced anew, so that it sees what is planted."""
-    engine = engine_of(k, rule)
+    engine = engine_of(k, rule, numerics)
     keys = keys_of(prompts, SAMPLES) if keys is None else keys
     return run(engine, prompts, keys, tiny_params(seed=seed), bigram_table(), jax.jit(lambda *a: engine.rollout(*a)))
 
@@ -72,21 +74,24 @@ def test_caught_one_sample_matched_and_another_emitted(monkeypatch):
 
 @pytest.mark.parametrize("rule", [CHAIN, TREE])
 def test_caught_rejected_keys_readable_in_the_cache(monkeypatch, rule):
-    expected, write = plain(), policy_module.write_slots
+    write = policy_module.write_slots
+    # One page per row, and prompts of at least two tokens: every row starts with a page of zeros behind its prompt.
+    settings = {"prompts": take_prompts(PROMPTS, [0, 2, 3, 4]), "numerics": replace(INVARIANT, key_block=32)}
+    expected = rollout(0, **settings)
 
-    def first_come(cached, new, rows, positions):
+    def first_come(pool, new, pages, offsets):
         """A slot that holds a key keeps it."""
-        free = jnp.all(cached[rows, :, jnp.maximum(positions, 0)] == 0, axis=(1, 2))
-        return write(cached, new, rows, jnp.where(free, positions, -1))
+        free = jnp.all(pool.at[pages, :, offsets].get(mode="clip") == 0, axis=(1, 2))
+        return write(pool, new, jnp.where(free, pages, NO_PAGE), offsets)
 
     monkeypatch.setattr(policy_module, "write_slots", first_come)
-    assert same(rollout(0), expected)  # without rejected drafts there is nothing to read
-    assert not same(rollout(3, rule), expected)
+    assert same(rollout(0, **settings), expected)  # without rejected drafts there is nothing to read
+    assert not same(rollout(3, rule, **settings), expected)
 
 
 def test_caught_siblings_left_in_the_cache(monkeypatch):
     expected = plain()
-    monkeypatch.setattr(engine_module, "_without_siblings", lambda cache, first, path: cache)
+    monkeypatch.setattr(round_module, "keep_path", lambda cache, first, path: cache)
     assert not same(rollout(3, TREE), expected)
 
 
@@ -114,19 +119,19 @@ def test_caught_noise_keyed_by_batch_row(monkeypatch):
         return jax.tree.map(lambda x: x[np.argsort(rows)], replace(ours, prompts=None, stats=None, entropy_sum=None))
 
     assert same(reordered(rollout(3, prompts=shuffled)), plain())
-    original = engine_module.RolloutEngine.prefill
+    original = RolloutEngine._start_one
 
-    def by_row(self, params, draft_params, prompts, keys):
+    def by_row(self, keys, batch):
         own = jnp.stack([jnp.arange(len(keys), dtype=jnp.uint32)] * 2, axis=1)
-        return original(self, params, draft_params, prompts, own)
+        return original(self, own, batch)
 
-    monkeypatch.setattr(engine_module.RolloutEngine, "prefill", by_row)
+    monkeypatch.setattr(RolloutEngine, "_start_one", by_row)
     assert not same(reordered(rollout(3, prompts=shuffled)), rollout(3))
 
 
 def test_caught_penalties_blind_to_the_drafts_before_them(monkeypatch):
     expected = plain()
-    monkeypatch.setattr(engine_module, "with_drafts", lambda seen, drafts: seen)
+    monkeypatch.setattr(round_module, "with_drafts", lambda seen, drafts: seen)
     assert not same(rollout(3), expected)
 
 

@@ -36,7 +36,8 @@ from specrl_jax.models.policy import forward, grid_batch, logits, sequence_posit
 from specrl_jax.models.tree import Tree
 from specrl_jax.rl.microbatches import MicrobatchConfig
 from specrl_jax.rl.scoring import Scorer
-from specrl_jax.rollout.engine import RolloutConfig, RolloutEngine
+from specrl_jax.rollout.config import RolloutConfig
+from specrl_jax.rollout.engine import RolloutEngine
 from specrl_jax.rollout.noise import gumbel_noise
 from specrl_jax.rollout.sampling import Context, SamplingLaw
 from specrl_jax.rollout.trajectory import to_sequences
@@ -225,7 +226,7 @@ def test_greedy_tokens_are_those_of_transformers():
 @ci
 def test_no_rounds_are_counted_without_drafts():
     stats = baseline("fp32").stats
-    assert stats.steps == (baseline("fp32").lengths - 1).sum()
+    assert stats.steps == baseline("fp32").lengths.sum()
     assert (stats.rounds, stats.accepted, stats.cut_rounds, stats.cut_accepted) == (0, 0, 0, 0)
     assert stats.accepted_at.shape == (0,)
 
@@ -257,10 +258,10 @@ def test_speculation_changes_nothing(name, kind, draft_length, ladder):
     ours, expected = speculative(name, kind, draft_length, ladder), baseline(name)
     assert_same(ours, expected)
     np.testing.assert_allclose(ours.entropy_sum, expected.entropy_sum, rtol=1e-5)
-    # Every token after the first was emitted by a step; a whole round emits one token more than it accepts.
+    # Every token was emitted by a step; a whole round emits one token more than it accepts.
     stats = ours.stats
     assert stats.rounds + stats.cut_rounds == stats.steps
-    assert stats.accepted + stats.rounds + stats.cut_accepted == (ours.lengths - 1).sum()
+    assert stats.accepted + stats.rounds + stats.cut_accepted == ours.lengths.sum()
     assert stats.accepted_at.sum() == stats.accepted
     assert (np.diff(stats.accepted_at) <= 0).all()
     assert stats.accepted > 0
@@ -311,7 +312,7 @@ def test_a_sequence_alone_has_the_same_tokens(group, kind, draft_length):
 @ci
 @pytest.mark.parametrize(("new", "ends"), [(NEW, tuple(range(VOCAB))), (1, ENDS)])
 def test_responses_of_one_token(new, ends):
-    """All rows end at their first token, which the prefill draws; no round runs."""
+    """All rows end in their first round."""
     setup = SETUPS["fp32"]
     drafter, draft = drafter_of("bigram", setup)
     engine = engine_of(setup, 2, drafter, new=new, ends=ends)
@@ -322,7 +323,8 @@ def test_responses_of_one_token(new, ends):
     np.testing.assert_array_equal(ours.log_probs[:, 0], baseline("fp32").log_probs[:, 0])
     np.testing.assert_array_equal(ours.ended, np.isin(first, ends))
     assert not ours.tokens[:, 1:].any()
-    assert not any(np.any(count) for count in jax.tree.leaves(ours.stats))
+    stats = ours.stats
+    assert stats.steps == len(ours.lengths) == stats.rounds + stats.accepted + stats.cut_accepted
 
 
 @ci
@@ -364,7 +366,7 @@ def recount(trajectory, drafts_at, num_drafts):
     rounds = accepted = cut_rounds = cut_accepted = steps = 0
     accepted_at = np.zeros(num_drafts, int)
     for row, length in enumerate(trajectory.lengths):
-        emitted = 1
+        emitted = 0
         while emitted < length:
             drafts = drafts_at(row, emitted)
             actual = trajectory.tokens[row, emitted:length]
@@ -397,7 +399,10 @@ def test_counts_of_a_bigram_drafter_are_those_of_a_replay():
 
     def drafts_at(row, emitted):
         key = numpy_noise.sequence_key(0, "rollout", 0, int(PROMPTS.row_ids[row // SAMPLES]), row % SAMPLES)
-        token, drafts = ours.tokens[row, emitted - 1], []
+        prompt = np.asarray(PROMPTS.tokens)[row // SAMPLES, : PROMPTS.lengths[row // SAMPLES]]
+        # Of a prompt of one token a drafter has read nothing: the bigram drafter then follows token 0.
+        newest = prompt[-1] if len(prompt) > 1 else 0
+        token, drafts = ours.tokens[row, emitted - 1] if emitted else newest, []
         for step in range(3):
             scores = log_softmax(table[token]) + numpy_noise.gumbel(key, emitted + step, VOCAB)
             token = int(np.argmax(scores))
@@ -415,10 +420,11 @@ def test_counts_are_exact_for_a_drafter_of_known_acceptance(wrong_from):
     """The policy as its own drafter, made to err from one draft of each round on; 0 accepts nothing, 2 everything."""
     setup = SETUPS["fp32"]
     drafter, (params, _) = drafter_of("policy", setup)
-    keys = keys_of(PROMPTS, SAMPLES)
-    ours = run(engine_of(setup, 2, drafter), PROMPTS, keys, params, (params, jnp.int32(wrong_from)))
-    assert_same(ours, baseline("fp32"))
-    left = ours.lengths - 1
+    prompts = take_prompts(PROMPTS, [0, 2, 3, 4])  # of at least two tokens, so that a drafter knows the last
+    keys = keys_of(prompts, SAMPLES)
+    ours = run(engine_of(setup, 2, drafter), prompts, keys, params, (params, jnp.int32(wrong_from)))
+    assert_same(ours, run(engine_of(setup, 0), prompts, keys, params))
+    left = ours.lengths
     rounds, cut = left // (wrong_from + 1), left % (wrong_from + 1)
     accepted_at = tuple(int(rounds.sum()) if i < wrong_from else 0 for i in range(2))
     expected = (rounds.sum(), wrong_from * rounds.sum(), (cut > 0).sum(), cut.sum(), accepted_at)
@@ -431,7 +437,7 @@ def test_counts_of_an_eagle3_head_are_those_of_a_replay():
     setup, ours = SETUPS["fp32"], speculative("fp32", "eagle", 3)
     (drafter, draft), params = drafter_of("eagle", setup), setup.params
     sequences = to_sequences(jax.tree.map(jnp.asarray, ours))
-    starts = [(row, emitted) for row, length in enumerate(ours.lengths) for emitted in range(1, length)]
+    starts = [(row, emitted) for row, length in enumerate(ours.lengths) for emitted in range(length)]
     rows, emitted = (jnp.array(x, jnp.int32) for x in zip(*starts, strict=True))
     prompt_lengths = jnp.repeat(PROMPTS.lengths, SAMPLES)[rows]
     width = sequences.tokens.shape[1]

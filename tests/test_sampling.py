@@ -15,7 +15,8 @@ from specrl_jax.data.prompts import Prompts
 from specrl_jax.errors import InputError
 from specrl_jax.models.policy import forward, grid_batch, logits, sequence_positions
 from specrl_jax.rl.scoring import Scorer
-from specrl_jax.rollout.engine import RolloutConfig, RolloutEngine
+from specrl_jax.rollout.config import RolloutConfig
+from specrl_jax.rollout.engine import RolloutEngine
 from specrl_jax.rollout.rules import Block, Match, Ratio
 from specrl_jax.rollout.sampling import Context, SamplingLaw
 from specrl_jax.rollout.trajectory import to_sequences

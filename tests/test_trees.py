@@ -27,7 +27,8 @@ from specrl_jax.models.cache import keep_path
 from specrl_jax.models.numerics import Numerics
 from specrl_jax.models.policy import forward, grid_batch, logits, policy_cache, sequence_positions
 from specrl_jax.models.tree import Tree
-from specrl_jax.rollout.engine import RolloutConfig, RolloutEngine
+from specrl_jax.rollout.config import RolloutConfig
+from specrl_jax.rollout.engine import RolloutEngine
 from specrl_jax.rollout.rules import Match
 from specrl_jax.rollout.sampling import SamplingLaw
 
@@ -91,7 +92,7 @@ def test_a_drafter_that_replays_the_plain_run_is_always_accepted():
     ours = run(engine, PROMPTS, keys_of(PROMPTS, SAMPLES), tiny_params(), replay)
     np.testing.assert_array_equal(ours.tokens, plain.tokens)
     assert ours.stats.accepted == k * ours.stats.rounds
-    assert ours.stats.steps == sum(-(-(n - 1) // (k + 1)) for n in plain.lengths)
+    assert ours.stats.steps == sum(-(-n // (k + 1)) for n in plain.lengths)
 
 
 @pytest.mark.parametrize("numerics", [PLAIN, INVARIANT])
@@ -126,11 +127,12 @@ def test_every_path_has_the_logits_of_the_sequence_that_it_is(numerics, tree):
             np.testing.assert_allclose(np.asarray(ours)[:, list(path)], chain, atol=2e-5)
         # The accepted path, moved together, is the cache that the chain left.
         whole = jnp.broadcast_to(jnp.asarray(path, jnp.int32)[None], (3, len(path)))
-        for tree_keys, chain_keys in zip(cache.keys, chain_cache.keys, strict=True):
-            moved = np.asarray(keep_path(tree_keys, jnp.asarray(lengths), whole))
+        moved = keep_path(cache, jnp.asarray(lengths), whole)
+        for ours_of_layer, chain_of_layer in zip(moved.keys, chain_cache.keys, strict=True):
             for row, length in enumerate(lengths):
-                reach = slice(0, length + len(path))
-                np.testing.assert_allclose(moved[row, :, reach], np.asarray(chain_keys)[row, :, reach], atol=2e-5)
+                slots = np.arange(length + len(path))
+                where = (np.asarray(cache.table)[row, slots // cache.page_size], slice(None), slots % cache.page_size)
+                np.testing.assert_allclose(ours_of_layer[where], chain_of_layer[where], atol=2e-5)
 
 
 def test_trees_out_of_range_are_refused():

@@ -13,7 +13,7 @@ from specrl_jax.data.prompts import Prompts
 from specrl_jax.drafters.eagle3 import Eagle3Drafter
 from specrl_jax.drafters.eagle3_params import Eagle3Config, init_eagle3
 from specrl_jax.drafters.protocol import Choice, propose_tree
-from specrl_jax.models.cache import KVCache
+from specrl_jax.models.cache import KVCache, own_pages
 from specrl_jax.models.config import PolicyConfig
 from specrl_jax.models.numerics import Numerics
 from specrl_jax.models.params import init_params
@@ -126,12 +126,22 @@ def bigram_table(seed=3):
 class ReadTokens:
     """What the policy has read of each row, and its newest token, still unread."""
 
-    cache: KVCache
+    keys: Any
+    values: Any
+    length: Any
     newest: Any
 
+    @staticmethod
+    def of(cache, newest):
+        """Rows first, as a drafter's state must be: every row has pages of its own."""
+        by_row = lambda x: x.reshape(*cache.table.shape, *x.shape[1:])  # noqa: E731
+        return ReadTokens(tuple(map(by_row, cache.keys)), tuple(map(by_row, cache.values)), cache.length, newest)
+
     @property
-    def length(self):
-        return self.cache.length
+    def cache(self):
+        pooled = lambda x: x.reshape(-1, *x.shape[2:])  # noqa: E731
+        table = own_pages(*self.keys[0].shape[:2])
+        return KVCache(tuple(map(pooled, self.keys)), tuple(map(pooled, self.values)), table, self.length)
 
 
 @dataclass(frozen=True)
@@ -147,7 +157,7 @@ class PolicyAsDrafter:
     boundaries: tuple = (0,)
 
     def init_state(self, rows, capacity):
-        return ReadTokens(policy_cache(self.config, rows, capacity, self.numerics), jnp.zeros((rows,), jnp.int32))
+        return ReadTokens.of(policy_cache(self.config, rows, capacity, self.numerics), jnp.zeros((rows,), jnp.int32))
 
     def _read(self, params, cache, tokens, counts):
         steps = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
@@ -160,7 +170,7 @@ class PolicyAsDrafter:
         read = jnp.argmax(jnp.all(features[:, :, None] == embed[None, None], axis=-1), axis=-1).astype(jnp.int32)
         _, cache = self._read(params[0], state.cache, read, counts)
         last = jnp.take_along_axis(tokens, jnp.maximum(counts - 1, 0)[:, None], axis=1)[:, 0]
-        return ReadTokens(cache, jnp.where(counts > 0, last, state.newest))
+        return ReadTokens.of(cache, jnp.where(counts > 0, last, state.newest))
 
     def propose(self, params, embed, state, sequence, tree, choose):
         assert tree.is_chain

@@ -24,27 +24,21 @@ from jaxtyping import Array, Float, Int
 
 from specrl_jax.drafters.eagle3_params import Eagle3Config, Eagle3Params, Eagle3Weights
 from specrl_jax.drafters.protocol import Choice, Choose, propose_tree
-from specrl_jax.models.cache import KVCache, init_cache, write_slots
-from specrl_jax.models.numerics import Numerics
 from specrl_jax.models.policy import rms_norm, swiglu
 from specrl_jax.models.rope import apply_rope, rope_angles
 from specrl_jax.models.tree import Tree
 
-_PLAIN = Numerics(mode="plain", key_block=8)
 _MASKED = -1e30
 
 
 @struct.dataclass
 class Eagle3State:
-    """cache: keys and values of the committed pairs. hidden: `h2` of each row's last committed pair, `[r, d]`."""
+    """keys, values: of the committed pairs. length: their number. hidden: `h2` of each row's last one."""
 
-    cache: KVCache
+    keys: Float[Array, "r g s c"]
+    values: Float[Array, "r g s c"]
+    length: Int[Array, "r"]
     hidden: Float[Array, "r d"]
-
-    @property
-    def length(self) -> Int[Array, "r"]:
-        """Committed pairs of each row."""
-        return self.cache.length
 
 
 def attention_input(
@@ -95,31 +89,33 @@ def draft_logits(config: Eagle3Config, weights: Eagle3Weights, hidden: Float[Arr
 def init_state(config: Eagle3Config, rows: int, capacity: int) -> Eagle3State:
     """An empty state; `capacity` counts pairs and is rounded up to a multiple of 8."""
     dtype = jnp.dtype(config.dtype)
-    cache = init_cache(
-        num_layers=1,
-        num_kv_heads=config.num_kv_heads,
-        head_dim=config.head_dim,
-        rows=rows,
-        capacity=capacity,
-        dtype=dtype,
-        numerics=_PLAIN,
-    )
-    return Eagle3State(cache, jnp.zeros((rows, config.hidden_size), dtype))
+    shape = (rows, config.num_kv_heads, -(-capacity // 8) * 8, config.head_dim)
+    hidden = jnp.zeros((rows, config.hidden_size), dtype)
+    return Eagle3State(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype), jnp.zeros((rows,), jnp.int32), hidden)
+
+
+def _write(
+    cached: Float[Array, "r g s c"], new: Float[Array, "n g c"], positions: Int[Array, "r q"]
+) -> Float[Array, "r g s c"]:
+    """Write tokens into slots of their rows; padding (position -1) is dropped."""
+    rows = jnp.broadcast_to(jnp.arange(positions.shape[0], dtype=jnp.int32)[:, None], positions.shape)
+    slots = jnp.where(positions < 0, cached.shape[2], positions)
+    return cached.at[rows, :, slots].set(new.reshape(*positions.shape, *new.shape[1:]), mode="drop")
 
 
 def _attend(
     q: Float[Array, "r m h c"],
-    cache: KVCache,
+    keys: Float[Array, "r g s c"],
+    values: Float[Array, "r g s c"],
     visible: Int[Array, "r"],
     own_keys: Float[Array, "r g e c"],
     own_values: Float[Array, "r g e c"],
     sees: np.ndarray,
 ) -> Float[Array, "r m h c"]:
-    """Attention of `m` queries per row over the first `visible` slots of its cache and over `e` keys beside it.
+    """Attention of `m` queries per row over the first `visible` cached slots and over `e` keys beside them.
 
-    `sees[m, e]` tells which of those beside it a query reads.
+    `sees[m, e]` tells which of those beside them a query reads.
     """
-    keys, values = cache.keys[0], cache.values[0]
     rows, kv_heads, slots, width = keys.shape
     count = q.shape[1]
     # Keys times a column of queries, not queries times transposed keys: on XLA:CPU 3 to 10 times faster for few
@@ -158,25 +154,21 @@ def commit(
     weights = params.weights
     rows, width = tokens.shape
     steps = jnp.arange(width, dtype=jnp.int32)[None]
-    positions = jnp.where(steps < counts[:, None], state.length[:, None] + steps, -1).reshape(-1)
+    slots = jnp.where(steps < counts[:, None], state.length[:, None] + steps, -1)
+    positions = slots.reshape(-1)
 
     fused = features.reshape(rows * width, -1).astype(weights.fc.dtype) @ weights.fc
     x = attention_input(config, weights, embed, tokens.reshape(-1), fused)
     keys, values = project_keys(config, weights, x, jnp.maximum(positions, 0))
-    row_ids = jnp.repeat(jnp.arange(rows, dtype=jnp.int32), width)
     length = state.length + counts
-    cache = KVCache(
-        keys=(write_slots(state.cache.keys[0], keys, row_ids, positions),),
-        values=(write_slots(state.cache.values[0], values, row_ids, positions),),
-        length=length,
-    )
+    all_keys, all_values = _write(state.keys, keys, slots), _write(state.values, values, slots)
 
     last = jnp.arange(rows, dtype=jnp.int32) * width + jnp.maximum(counts - 1, 0)
     queries = project_queries(config, weights, x[last], jnp.maximum(length - 1, 0))
     own = keys[last][:, :, None], values[last][:, :, None]
-    attended = _attend(queries[:, None], cache, length - 1, *own, np.ones((1, 1), bool))[:, 0]
+    attended = _attend(queries[:, None], all_keys, all_values, length - 1, *own, np.ones((1, 1), bool))[:, 0]
     hidden = mix_and_mlp(config, weights, fused[last], attended)
-    return Eagle3State(cache, jnp.where((counts > 0)[:, None], hidden, state.hidden))
+    return Eagle3State(all_keys, all_values, length, jnp.where((counts > 0)[:, None], hidden, state.hidden))
 
 
 def propose(
@@ -213,7 +205,8 @@ def propose(
             queries = project_queries(config, weights, x, positions)
             queries = queries.reshape(rows, count, *queries.shape[1:])
             own = jnp.concatenate(keys, axis=2), jnp.concatenate(values, axis=2)
-            attended = _attend(queries, state.cache, state.length, *own, tree.sees[np.ix_(nodes, read)])
+            sees = tree.sees[np.ix_(nodes, read)]
+            attended = _attend(queries, state.keys, state.values, state.length, *own, sees)
             attended = attended.reshape(rows * count, *attended.shape[2:])
             hidden = mix_and_mlp(config, weights, fed, attended).reshape(rows, count, -1)
         return draft_logits(config, weights, hidden.reshape(rows * count, -1)).reshape(rows, count, -1)

@@ -4,9 +4,14 @@ Queries lie on a grid `[row, query]`; a query at position `p` reads slots `0..p`
 of its row, a query at position -1 is padding. Queries that form a tree read the
 slots before the tree and those of their ancestors. Softmax and accumulation are
 in float32.
+
+Over a cache, and always in invariant numerics, keys come in blocks with a running
+softmax (Milakov and Gimelshein, arXiv 1805.02867), as many blocks as the longest
+row needs; a block of a cache is a page. Without a cache, plain numerics attend at once.
 """
 
 import functools
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +23,9 @@ from specrl_jax.models.numerics import Numerics, opaque_int
 from specrl_jax.models.tree import Tree
 
 _MASKED = -1e30  # finite, so that a row of padding gives numbers and not NaN
+
+Take = Callable[[Int[Array, ""]], tuple[Float[Array, "r g s c"], Float[Array, "r g s c"]]]
+"""`take(j)` gives the keys and values of the rows' block `j`."""
 
 
 def _group(q: Float[Array, "r q h c"], num_kv_heads: int) -> Float[Array, "r g mq c"]:
@@ -33,12 +41,9 @@ def _ungroup(out: Float[Array, "r g mq c"], queries: int) -> Float[Array, "r q h
     return split.transpose(0, 3, 1, 2, 4).reshape(rows, queries, -1, width)
 
 
-def _scores(
-    q: Float[Array, "r g mq c"], k: Float[Array, "r g s c"], allowed: Bool[Array, "r q s"]
-) -> Float[Array, "r g mq s"]:
-    """Scaled scores, masked where a query may not read."""
-    scores = jnp.einsum("rgqc,rgsc->rgqs", q, k, preferred_element_type=jnp.float32) * q.shape[-1] ** -0.5
-    allowed = jnp.tile(allowed, (1, q.shape[2] // allowed.shape[1], 1))
+def _masked(scores: Float[Array, "r g mq s"], allowed: Bool[Array, "r q s"]) -> Float[Array, "r g mq s"]:
+    """Scores where a query may read, nothing where it may not."""
+    allowed = jnp.tile(allowed, (1, scores.shape[2] // allowed.shape[1], 1))
     return jnp.where(allowed[:, None], scores, _MASKED)
 
 
@@ -53,47 +58,49 @@ def _below_ancestors(positions: Int[Array, "r q"], slots: Int[Array, "s"], tree:
     return (node < 0)[:, None] | ((node < tree.size)[:, None] & related)
 
 
-def _plain_attention(
+def _at_once(
     q: Float[Array, "r q h c"],
     k: Float[Array, "r g s c"],
     v: Float[Array, "r g s c"],
     positions: Int[Array, "r q"],
-    tree: Tree | None = None,
 ) -> Float[Array, "r q h c"]:
-    slots = jnp.arange(k.shape[2], dtype=jnp.int32)
-    allowed = _causal(positions, slots) if tree is None else _below_ancestors(positions, slots, tree)
-    weights = jax.nn.softmax(_scores(_group(q, k.shape[1]), k, allowed), axis=-1)
+    allowed = _causal(positions, jnp.arange(k.shape[2], dtype=jnp.int32))
+    scores = jnp.einsum("rgqc,rgsc->rgqs", _group(q, k.shape[1]), k, preferred_element_type=jnp.float32)
+    weights = jax.nn.softmax(_masked(scores * q.shape[-1] ** -0.5, allowed), axis=-1)
     out = jnp.einsum("rgqs,rgsc->rgqc", weights.astype(v.dtype), v, preferred_element_type=jnp.float32)
     return _ungroup(out, q.shape[1]).astype(q.dtype)
 
 
-def _attend_block(
+def _in_blocks(
     q: Float[Array, "r q h c"],
-    k: Float[Array, "rows g s c"],
-    v: Float[Array, "rows g s c"],
     positions: Int[Array, "r q"],
-    first_row: Int[Array, ""],
-    key_block: int,
+    take: Take,
+    num_kv_heads: int,
+    block: int,
+    allowed_in: Callable[[Int[Array, "s"]], Bool[Array, "r q s"]],
+    last_slot: Int[Array, ""],
 ) -> Float[Array, "r q h c"]:
-    """Online softmax over as many key blocks as the block's longest query needs."""
-    grouped = _group(q, k.shape[1])
-    block_shape = (q.shape[0], k.shape[1], key_block, k.shape[3])
+    """A running softmax over the blocks up to that of `last_slot`."""
+    grouped = _group(q, num_kv_heads) * jnp.asarray(q.shape[-1] ** -0.5, q.dtype)
+    # Keys times a column of queries, not queries times transposed keys: on XLA:CPU much faster for few
+    # queries. The barriers keep the compiler from turning one into the other.
+    columns = lax.optimization_barrier(grouped.transpose(0, 1, 3, 2))
 
     def body(j: Int[Array, ""], carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
         maximum, total, out = carry
-        start = (first_row, jnp.int32(0), j * key_block, jnp.int32(0))
-        keys, values = lax.dynamic_slice(k, start, block_shape), lax.dynamic_slice(v, start, block_shape)
-        slots = j * key_block + jnp.arange(key_block, dtype=jnp.int32)
-        scores = _scores(grouped, keys, _causal(positions, slots))
+        keys, values = take(j)
+        scores = jnp.einsum("rgsc,rgcm->rgsm", keys, columns, preferred_element_type=jnp.float32)
+        scores = lax.optimization_barrier(scores).transpose(0, 1, 3, 2)
+        scores = _masked(scores, allowed_in(j * block + jnp.arange(block, dtype=jnp.int32)))
         new_maximum = jnp.maximum(maximum, scores.max(-1))
         rescale = jnp.exp(maximum - new_maximum)
         weights = jnp.exp(scores - new_maximum[..., None])
-        mixed = jnp.einsum("rgqs,rgsc->rgqc", weights.astype(v.dtype), values, preferred_element_type=jnp.float32)
+        mixed = jnp.einsum("rgqs,rgsc->rgqc", weights.astype(values.dtype), values, preferred_element_type=jnp.float32)
         return new_maximum, total * rescale + weights.sum(-1), out * rescale[..., None] + mixed
 
     shape = grouped.shape[:3]
     start = (jnp.full(shape, _MASKED, jnp.float32), jnp.zeros(shape, jnp.float32))
-    blocks = jnp.max(positions) // key_block + 1
+    blocks = last_slot // block + 1
     _, total, out = lax.fori_loop(0, blocks, body, (*start, jnp.zeros(grouped.shape, jnp.float32)))
     out = out / jnp.maximum(total, 1e-30)[..., None]
     return _ungroup(out, q.shape[1]).astype(q.dtype)
@@ -109,22 +116,22 @@ def _round_up(size: int, block: int) -> int:
     return -(-size // block) * block
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _invariant_attention(
+def _invariant(
     numerics: Numerics,
     q: Float[Array, "r q h c"],
-    k: Float[Array, "r g s c"],
-    v: Float[Array, "r g s c"],
     positions: Int[Array, "r q"],
+    take_rows: Callable[[Int[Array, ""], Int[Array, ""]], tuple[Array, Array]],
+    num_kv_heads: int,
 ) -> Float[Array, "r q h c"]:
-    """Blocks of rows x queries x keys of one fixed shape; a last row block overlaps the one before it."""
+    """Blocks of rows x queries x keys of one fixed shape; a last row block overlaps the one before it.
+
+    `take_rows(first, j)` are the keys and values in block `j` of `row_block` rows from `first` on.
+    """
     rows, queries = positions.shape
     row_block, query_block = numerics.row_block, numerics.query_block
     padded_rows, padded_queries = max(rows, row_block), _round_up(queries, query_block)
     q = _pad_to(_pad_to(q, 1, padded_queries), 0, padded_rows)
     positions = _pad_to(_pad_to(positions, 1, padded_queries, -1), 0, padded_rows, -1)
-    slots = _round_up(k.shape[2], numerics.key_block)
-    k, v = (_pad_to(_pad_to(x, 2, slots), 0, padded_rows) for x in (k, v))
     query_blocks = padded_queries // query_block
 
     def body(i: Int[Array, ""], out: Array) -> Array:
@@ -132,7 +139,15 @@ def _invariant_attention(
         corner = (first_row, (i % query_blocks) * query_block)
         q_block = lax.dynamic_slice(q, (*corner, jnp.int32(0), jnp.int32(0)), (row_block, query_block, *q.shape[2:]))
         visible = lax.dynamic_slice(positions, corner, (row_block, query_block))
-        attended = _attend_block(q_block, k, v, visible, first_row, numerics.key_block)
+        attended = _in_blocks(
+            q_block,
+            visible,
+            functools.partial(take_rows, first_row),
+            num_kv_heads,
+            numerics.key_block,
+            functools.partial(_causal, visible),
+            jnp.max(visible),
+        )
         return lax.dynamic_update_slice(out, attended, (*corner, jnp.int32(0), jnp.int32(0)))
 
     blocks = -(-padded_rows // row_block) * query_blocks
@@ -140,43 +155,73 @@ def _invariant_attention(
     return out[:rows, :queries]
 
 
-def _invariant_fwd(numerics: Numerics, *inputs: Array) -> tuple[Array, tuple[Array, ...]]:
-    return _invariant_attention(numerics, *inputs), inputs
-
-
-def _invariant_bwd(numerics: Numerics, inputs: tuple[Array, ...], cotangent: Array) -> tuple[Array | None, ...]:
-    *arrays, positions = inputs
-    _, pullback = jax.vjp(lambda q, k, v: _plain_attention(q, k, v, positions), *arrays)
-    return (*pullback(cotangent), None)
-
-
-_invariant_attention.defvjp(_invariant_fwd, _invariant_bwd)
-
-
-def _path_by_path(
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _invariant_at_once(
+    numerics: Numerics,
     q: Float[Array, "r q h c"],
     k: Float[Array, "r g s c"],
     v: Float[Array, "r g s c"],
     positions: Int[Array, "r q"],
-    tree: Tree,
-    numerics: Numerics,
 ) -> Float[Array, "r q h c"]:
-    """Every path of the tree as the chain that it would be: the same keys in the same slots, the same bits.
+    """Invariant attention to the sequence itself; its gradient is that of the plain one."""
+    rows, kv_heads, slots, width = k.shape
+    padded = _round_up(slots, numerics.key_block)
+    k, v = (_pad_to(_pad_to(x, 2, padded), 0, max(rows, numerics.row_block)) for x in (k, v))
+    shape = (numerics.row_block, kv_heads, numerics.key_block, width)
 
-    Costs a copy of the layer's cache per path; plain numerics masks instead.
+    def take_rows(first: Int[Array, ""], j: Int[Array, ""]) -> tuple[Array, Array]:
+        start = (first, jnp.int32(0), j * numerics.key_block, jnp.int32(0))
+        return lax.dynamic_slice(k, start, shape), lax.dynamic_slice(v, start, shape)
+
+    return _invariant(numerics, q, positions, take_rows, kv_heads)
+
+
+def _invariant_fwd(numerics: Numerics, *inputs: Array) -> tuple[Array, tuple[Array, ...]]:
+    return _invariant_at_once(numerics, *inputs), inputs
+
+
+def _invariant_bwd(numerics: Numerics, inputs: tuple[Array, ...], cotangent: Array) -> tuple[Array | None, ...]:
+    *arrays, positions = inputs
+    _, pullback = jax.vjp(lambda q, k, v: _at_once(q, k, v, positions), *arrays)
+    return (*pullback(cotangent), None)
+
+
+_invariant_at_once.defvjp(_invariant_fwd, _invariant_bwd)
+
+
+def _invariant_paged(
+    q: Float[Array, "r q h c"],
+    keys: Float[Array, "p g s c"],
+    values: Float[Array, "p g s c"],
+    table: Int[Array, "r m"],
+    positions: Int[Array, "r q"],
+    numerics: Numerics,
+    path: tuple[int, ...] | None = None,
+) -> Float[Array, "r q h c"]:
+    """Invariant attention over pages; with `path`, as if the nodes of a tree on it followed each other.
+
+    On a path the queries are its nodes, and slot `root + j` is read from that of the `j`-th node.
     """
-    out = jnp.zeros_like(q)
-    slots = jnp.arange(k.shape[2], dtype=jnp.int32)[None]
-    for path in tree.leaf_paths:
-        step = slots - positions[:, :1]
-        on_path = (step >= 0) & (step < len(path)) & (positions[:, :1] >= 0)
+    page_size = keys.shape[2]
+    table = _pad_to(table, 0, numerics.row_block)
+    roots = _pad_to(positions[:, :1], 0, numerics.row_block, -1)
+
+    def take_rows(first: Int[Array, ""], j: Int[Array, ""]) -> tuple[Array, Array]:
+        pages = lax.dynamic_slice_in_dim(table, first, numerics.row_block)
+        if path is None:
+            page = lax.dynamic_index_in_dim(pages, j, 1, keepdims=False)
+            return keys.at[page].get(mode="clip"), values.at[page].get(mode="clip")
+        root = lax.dynamic_slice_in_dim(roots, first, numerics.row_block)
+        slots = j * page_size + jnp.arange(page_size, dtype=jnp.int32)[None]
+        step = slots - root
+        on_path = (step >= 0) & (step < len(path)) & (root >= 0)
         node = jnp.asarray(path, jnp.int32)[jnp.clip(step, 0, len(path) - 1)]
-        source = jnp.where(on_path, positions[:, :1] + node, slots)[:, None, :, None]
-        chain = (jnp.take_along_axis(x, source, axis=2, mode="clip") for x in (k, v))
-        nodes = np.array(path)
-        attended = _invariant_attention(numerics, q[:, nodes], *chain, positions[:, nodes])
-        out = out.at[:, nodes].set(attended)
-    return out
+        source = jnp.where(on_path, root + node, slots)
+        page = jnp.take_along_axis(pages, source // page_size, axis=1, mode="clip")
+        k, v = (pool.at[page, :, source % page_size].get(mode="clip").transpose(0, 2, 1, 3) for pool in (keys, values))
+        return k, v
+
+    return _invariant(numerics, q, positions, take_rows, keys.shape[1])
 
 
 def attention(
@@ -185,21 +230,54 @@ def attention(
     v: Float[Array, "r g s c"],
     positions: Int[Array, "r q"],
     numerics: Numerics,
-    tree: Tree | None = None,
 ) -> Float[Array, "r q h c"]:
     """Attention of the query at `positions[r, q]` over slots `0..positions[r, q]` of row `r`.
 
     Args:
         q: rotated queries.
-        k, v: rotated keys, and values, of every slot (a cache, or the sequence itself).
+        k, v: rotated keys, and values, of the sequence itself.
         positions: position of each query; -1 for padding, whose output is finite and meaningless.
         numerics: plain or invariant.
+    """
+    return (functools.partial(_invariant_at_once, numerics) if numerics.invariant else _at_once)(q, k, v, positions)
+
+
+def paged_attention(
+    q: Float[Array, "r q h c"],
+    keys: Float[Array, "p g s c"],
+    values: Float[Array, "p g s c"],
+    table: Int[Array, "r m"],
+    positions: Int[Array, "r q"],
+    numerics: Numerics,
+    tree: Tree | None = None,
+) -> Float[Array, "r q h c"]:
+    """`attention` over the pages of a cache.
+
+    Args:
+        q, positions, numerics: as in `attention`.
+        keys, values: pools of one layer.
+        table: pages of every row.
         tree: how the queries of a row hang together where they are no chain; the root's slot is its position.
     """
-    if tree is not None and not tree.is_chain:
-        if numerics.invariant:
-            return _path_by_path(q, k, v, positions, tree, numerics)
-        return _plain_attention(q, k, v, positions, tree)
+    chain = tree is None or tree.is_chain
     if numerics.invariant:
-        return _invariant_attention(numerics, q, k, v, positions)
-    return _plain_attention(q, k, v, positions)
+        if chain:
+            return _invariant_paged(q, keys, values, table, positions, numerics)
+        assert tree is not None
+        out = jnp.zeros_like(q)
+        for path in tree.leaf_paths:
+            nodes = np.array(path)
+            arguments = (keys, values, table, positions[:, nodes], numerics, path)
+            out = out.at[:, nodes].set(_invariant_paged(q[:, nodes], *arguments))
+        return out
+
+    def take(j: Int[Array, ""]) -> tuple[Array, Array]:
+        page = lax.dynamic_index_in_dim(table, j, 1, keepdims=False)
+        return keys.at[page].get(mode="clip"), values.at[page].get(mode="clip")
+
+    allowed = functools.partial(_causal, positions)
+    last = jnp.max(positions)
+    if tree is not None and not chain:
+        allowed = functools.partial(_below_ancestors, positions, tree=tree)
+        last = jnp.max(jnp.where(positions[:, 0] < 0, -1, positions[:, 0] + tree.size - 1))
+    return _in_blocks(q, positions, take, keys.shape[1], keys.shape[2], allowed, last)

@@ -1,11 +1,13 @@
-"""Key/value cache with one length per row.
+"""Paged key/value cache (after Kwon et al., arXiv 2309.06180) with one length per row.
 
-Slot `s` of a row holds position `s` of its sequence. Entries at or beyond
-`length` do not count: a query at position `p` reads slots `0..p` only, and a
-token is written before it is read. Rejected drafts therefore need no rollback;
-the next round overwrites them.
+Keys and values lie in a pool of pages; a row's table names the page of every `page_size`
+slots of its sequence, so that rows grow, end and share a prompt without moving anything.
+Slot `s` of a row holds position `s` of its sequence. Entries at or beyond `length` do not
+count: a query at position `p` reads slots `0..p` only, and a token is written before it is
+read. Rejected drafts therefore need no rollback; the next round overwrites them.
 """
 
+from dataclasses import replace
 from typing import Any
 
 import jax.numpy as jnp
@@ -17,51 +19,78 @@ from specrl_jax.models.numerics import Numerics
 
 @struct.dataclass
 class KVCache:
-    """Keys and values of every layer, rows first.
+    """Pages of every layer and the rows that read them.
 
-    keys, values: one array `[rows, kv_heads, slots, head_dim]` per layer.
+    keys, values: one pool `[pages, kv_heads, page_size, head_dim]` per layer.
+    table: page of every `page_size` slots of a row, `[rows, pages per row]`; entries that no token needs may be stale.
     length: tokens of each row that count, `[rows]`.
     """
 
-    keys: tuple[Float[Array, "r g s c"], ...]
-    values: tuple[Float[Array, "r g s c"], ...]
+    keys: tuple[Float[Array, "p g s c"], ...]
+    values: tuple[Float[Array, "p g s c"], ...]
+    table: Int[Array, "r m"]
     length: Int[Array, "r"]
+
+    @property
+    def page_size(self) -> int:
+        """Slots of a page."""
+        return self.keys[0].shape[2]
 
     @property
     def capacity(self) -> int:
         """Slots of a row."""
-        return self.keys[0].shape[2]
+        return self.table.shape[1] * self.page_size
 
 
-def init_cache(
-    *, num_layers: int, num_kv_heads: int, head_dim: int, rows: int, capacity: int, dtype: Any, numerics: Numerics
-) -> KVCache:
-    """An empty cache; `capacity` is rounded up to whole key blocks."""
-    slots = -(-capacity // numerics.key_block) * numerics.key_block
-    shape = (rows, num_kv_heads, slots, head_dim)
-    return KVCache(
-        keys=tuple(jnp.zeros(shape, dtype) for _ in range(num_layers)),
-        values=tuple(jnp.zeros(shape, dtype) for _ in range(num_layers)),
-        length=jnp.zeros((rows,), jnp.int32),
-    )
+def pages_for(slots: int, numerics: Numerics) -> int:
+    """Pages that hold so many slots; a page is a key block of the attention."""
+    return -(-slots // numerics.key_block)
+
+
+def init_pool(
+    *, num_layers: int, num_kv_heads: int, head_dim: int, pages: int, dtype: Any, numerics: Numerics
+) -> tuple[tuple[Float[Array, "p g s c"], ...], tuple[Float[Array, "p g s c"], ...]]:
+    """Empty pages for keys and for values, one array per layer."""
+    shape = (pages, num_kv_heads, numerics.key_block, head_dim)
+    keys, values = (tuple(jnp.zeros(shape, dtype) for _ in range(num_layers)) for _ in range(2))
+    return keys, values
+
+
+def own_pages(rows: int, pages: int) -> Int[Array, "r m"]:
+    """A table that gives every row so many pages of its own."""
+    return jnp.arange(rows * pages, dtype=jnp.int32).reshape(rows, pages)
+
+
+def locate(
+    table: Int[Array, "r m"], page_size: int, rows: Int[Array, "*n"], slots: Int[Array, "*n"]
+) -> tuple[Int[Array, "*n"], Int[Array, "*n"]]:
+    """Page and offset of slots; a slot of -1, or beyond the table, lies beyond the pool, where writes are dropped."""
+    page = table.at[rows, slots // page_size].get(mode="fill", fill_value=_NOWHERE)
+    return jnp.where(slots < 0, _NOWHERE, page), slots % page_size
+
+
+_NOWHERE = 2**30
 
 
 def write_slots(
-    cached: Float[Array, "r g s c"], new: Float[Array, "n g c"], rows: Int[Array, "n"], positions: Int[Array, "n"]
-) -> Float[Array, "r g s c"]:
-    """Write token `n` into slot `positions[n]` of row `rows[n]`; padding (position -1) is dropped."""
-    slots = jnp.where(positions < 0, cached.shape[2], positions)
-    return cached.at[rows, :, slots].set(new, mode="drop")
+    pool: Float[Array, "p g s c"], new: Float[Array, "n g c"], pages: Int[Array, "n"], offsets: Int[Array, "n"]
+) -> Float[Array, "p g s c"]:
+    """Write token `n` where `locate` says; padding is dropped."""
+    return pool.at[pages, :, offsets].set(new, mode="drop")
 
 
-def keep_path(
-    cached: Float[Array, "r g s c"], first: Int[Array, "r"], path: Int[Array, "r q"]
-) -> Float[Array, "r g s c"]:
+def keep_path(cache: KVCache, first: Int[Array, "r"], path: Int[Array, "r q"]) -> KVCache:
     """Move slots `first + path[:, j]` of each row to `first + j`: the accepted path of a tree, without its siblings.
 
     Slots beyond the capacity are left out.
     """
-    rows = jnp.arange(path.shape[0], dtype=jnp.int32)[:, None]
-    kept = cached.at[rows, :, first[:, None] + path].get(mode="clip")
-    targets = first[:, None] + jnp.arange(path.shape[1], dtype=jnp.int32)[None]
-    return cached.at[rows, :, targets].set(kept, mode="drop")
+    rows = jnp.broadcast_to(jnp.arange(path.shape[0], dtype=jnp.int32)[:, None], path.shape)
+    source = locate(cache.table, cache.page_size, rows, first[:, None] + path)
+    target = first[:, None] + jnp.arange(path.shape[1], dtype=jnp.int32)[None]
+    pages, offsets = locate(cache.table, cache.page_size, rows, target)
+
+    def move(pool: Float[Array, "p g s c"]) -> Float[Array, "p g s c"]:
+        kept = pool.at[source[0], :, source[1]].get(mode="clip")
+        return pool.at[pages, :, offsets].set(kept, mode="drop")
+
+    return replace(cache, keys=tuple(map(move, cache.keys)), values=tuple(map(move, cache.values)))

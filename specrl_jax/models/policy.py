@@ -21,8 +21,8 @@ import numpy as np
 from flax import struct
 from jaxtyping import Array, Float, Int
 
-from specrl_jax.models.attention import attention
-from specrl_jax.models.cache import KVCache, init_cache, write_slots
+from specrl_jax.models.attention import attention, paged_attention
+from specrl_jax.models.cache import KVCache, init_pool, locate, own_pages, pages_for, write_slots
 from specrl_jax.models.config import PolicyConfig
 from specrl_jax.models.numerics import Numerics, map_tokens
 from specrl_jax.models.params import LayerParams, PolicyParams
@@ -162,21 +162,22 @@ def forward(
     start = jnp.int32(0) if cache is None else cache.length.at[batch.rows].get(mode="clip")
     queries = batch.positions - start
     grid_positions = _to_grid(batch.positions, batch, queries, fill=-1)
-    angles_at, slots = jnp.maximum(batch.positions, 0), batch.slots
+    angles_at = jnp.maximum(batch.positions, 0)
+    where = None if cache is None else locate(cache.table, cache.page_size, batch.rows, batch.slots)
 
     x = params.embed[batch.tokens]
     streams = [x]
     keys, values = [], []
     for i, layer in enumerate(params.layers):
         q, k, v = map_tokens(functools.partial(_project_qkv, config), layer, (x, angles_at), numerics)
-        if cache is None:
-            k_all, v_all = (_to_grid(y, batch, queries).transpose(0, 2, 1, 3) for y in (k, v))
+        grid = _to_grid(q, batch, queries)
+        if cache is None or where is None:
+            k, v = (_to_grid(y, batch, queries).transpose(0, 2, 1, 3) for y in (k, v))
+            attended = attention(grid, k, v, grid_positions, numerics)
         else:
-            k_all = write_slots(cache.keys[i], k, batch.rows, slots)
-            v_all = write_slots(cache.values[i], v, batch.rows, slots)
-        keys.append(k_all)
-        values.append(v_all)
-        attended = attention(_to_grid(q, batch, queries), k_all, v_all, grid_positions, numerics, batch.tree)
+            keys.append(write_slots(cache.keys[i], k, *where))
+            values.append(write_slots(cache.values[i], v, *where))
+            attended = paged_attention(grid, keys[i], values[i], cache.table, grid_positions, numerics, batch.tree)
         attended = _from_grid(attended, batch, queries)
         x = map_tokens(functools.partial(_mix_and_mlp, config), layer, (x, attended), numerics)
         streams.append(x)
@@ -210,14 +211,20 @@ def logits(
     return map_tokens(functools.partial(token_logits, config, tied), tuple(weights), (hidden,), numerics)
 
 
-def policy_cache(config: PolicyConfig, rows: int, capacity: int, numerics: Numerics) -> KVCache:
-    """An empty cache for this policy."""
-    return init_cache(
+def policy_pool(config: PolicyConfig, pages: int, numerics: Numerics) -> tuple[tuple[Array, ...], tuple[Array, ...]]:
+    """So many empty pages for this policy's keys and values."""
+    return init_pool(
         num_layers=config.num_layers,
         num_kv_heads=config.num_kv_heads,
         head_dim=config.head_dim,
-        rows=rows,
-        capacity=capacity,
+        pages=pages,
         dtype=jnp.dtype(config.dtype),
         numerics=numerics,
     )
+
+
+def policy_cache(config: PolicyConfig, rows: int, capacity: int, numerics: Numerics) -> KVCache:
+    """An empty cache for this policy whose rows have pages of their own for `capacity` slots."""
+    pages = pages_for(capacity, numerics)
+    keys, values = policy_pool(config, rows * pages, numerics)
+    return KVCache(keys, values, own_pages(rows, pages), jnp.zeros((rows,), jnp.int32))

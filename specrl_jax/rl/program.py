@@ -121,8 +121,7 @@ class GrpoProgram:
 
         def run(state: GrpoState, prompts: Prompts) -> Any:
             draft = state.draft if self.step.engine.speculative else None
-            rows, _ = self.step.engine.prefill(state.params, draft, prompts, self.step.noise_keys(state, prompts))
-            return rows
+            return self.step.engine.start(state.params, draft, prompts, self.step.noise_keys(state, prompts)).rows
 
         return over_mesh(self.mesh, run, (P(), P(DATA)), P(DATA))
 

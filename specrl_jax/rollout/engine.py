@@ -1,316 +1,85 @@
 """Speculative rollouts in one compiled program.
 
-1. Prefill every prompt once; its samples share the result.
-2. Rounds, in `lax.while_loop`s without the host: the drafter proposes tokens for
-   every row, a chain or a tree; one policy forward scores them; a rule
-   (`rollout/rules.py`) decides which are emitted. With draft length 0 the same
-   code is plain autoregressive decoding.
-3. As sequences end, the live rows move into a smaller batch (the ladder).
+1. Sequences wait in order. While rows and cache allow, prompts are read (once each, without
+   their last token), and their samples take rows, which share the pages of the prompt.
+2. Rounds (`rollout/round.py`), in `lax.while_loop`s without the host. A row starts a round with
+   its newest token, which at first is the last of the prompt, not yet in the cache.
+3. As sequences end, others take their rows. When none are left to wait, the live rows move into
+   a smaller batch: the ladder, one compiled loop per rung. The cache stays where it is.
 
-By default (`Match`) the emitted token is always the policy's draw with noise keyed
-by (sequence, position): neither the drafter, nor the draft length, nor the row a
-sequence sits in can change what comes out.
+By default (`Match`) the emitted token is always the policy's draw with noise keyed by
+(sequence, position): neither the drafter, nor the draft length, nor the row a sequence
+sits in can change what comes out.
 """
 
-import functools
 import math
 from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from flax import struct
 from jax import lax
-from jaxtyping import Array, Bool, Float, Int, Shaped, UInt32
+from jaxtyping import Array, Bool, Int, UInt32
 
 from specrl_jax.data.prompts import Prompts
-from specrl_jax.drafters.protocol import Choice, Choose, Drafter
 from specrl_jax.errors import InputError
-from specrl_jax.models.cache import KVCache, keep_path
-from specrl_jax.models.config import PolicyConfig
-from specrl_jax.models.numerics import Numerics
+from specrl_jax.models.cache import pages_for
 from specrl_jax.models.params import PolicyParams
-from specrl_jax.models.policy import (
-    ForwardOutput,
-    TokenBatch,
-    forward,
-    grid_batch,
-    policy_cache,
-    sequence_positions,
-)
-from specrl_jax.models.tree import Tree
-from specrl_jax.rollout.draws import KeyedDraws
-from specrl_jax.rollout.noise import best, round_keys
-from specrl_jax.rollout.rows import Rows, count_round, emit, is_end
-from specrl_jax.rollout.rules import Match, Rule
-from specrl_jax.rollout.sampling import Context, SamplingLaw, TokenLaw, sample_tokens, with_tokens
+from specrl_jax.models.policy import forward, grid_batch, policy_pool, sequence_positions
+from specrl_jax.rollout.pool import NO_PAGE, Pool, grant, grow, hold, kept_back, leave, occupancy
+from specrl_jax.rollout.round import Judged, Round
+from specrl_jax.rollout.rows import Rows
+from specrl_jax.rollout.sampling import with_tokens
 from specrl_jax.rollout.trajectory import RolloutStats, Trajectory
-from specrl_jax.rollout.verification import Proposed, cut, one_hot_law
+
+_PREFILL_TOKENS = 512  # prompts are read together up to so many tokens
 
 
-@dataclass(frozen=True)
-class RolloutConfig:
-    """max_new_tokens: response tokens at most, end token included.
+@struct.dataclass
+class Waiting:
+    """Prompts that have been read and whose samples have not all taken rows.
 
-    samples_per_prompt: size of a prompt's group.
-    draft_length: drafts per round on the longest path, 0 for autoregressive decoding.
-    law: the sampling law; its end tokens close a response.
-    rule: how drafts are drawn and judged, in chains or trees.
-    ladder: fractions of the batch that the live rows are compacted into, in order.
-    smallest_rung: fewer rows than this get no rung of their own: each one is compiled.
+    first: index of the first of them. count: prompts read so far, of all.
+    table: their pages, `[w, mp]`. drafter: the drafter's state after them, or None.
     """
 
-    max_new_tokens: int
-    samples_per_prompt: int
-    draft_length: int
-    law: SamplingLaw
-    rule: Rule = Match()
-    ladder: tuple[float, ...] = (1.0, 0.5, 0.25, 0.125, 0.0625)
-    smallest_rung: int = 16
-
-    def __post_init__(self) -> None:
-        for name, least in (
-            ("max_new_tokens", 1),
-            ("samples_per_prompt", 1),
-            ("smallest_rung", 1),
-        ):
-            if getattr(self, name) < least:
-                raise InputError(f"rollout {name} is {getattr(self, name)}; it must be at least {least}")
-        if not self.law.end_ids:
-            raise InputError("rollout end_ids is empty; name at least one end token in the sampling law")
-        if not all(0.0 < fraction <= 1.0 for fraction in self.ladder):
-            raise InputError(f"rollout ladder is {self.ladder}; give fractions above 0 and at most 1")
-        self.rule.tree(self.draft_length)  # refuses what is too large
-        if self.law.min_new_tokens > self.max_new_tokens:
-            raise InputError(
-                f"min_new_tokens is {self.law.min_new_tokens}, above max_new_tokens {self.max_new_tokens}; lower it"
-            )
-        if set(self.law.end_ids) <= set(self.law.forbidden):
-            raise InputError("every end token is forbidden, so that no response could end; allow one of them")
-
-    @property
-    def tree(self) -> Tree:
-        """The tokens of a round."""
-        return self.rule.tree(self.draft_length)
-
-    def rungs(self, rows: int) -> tuple[int, ...]:
-        """Batch sizes of the ladder for `rows` sequences, largest first."""
-        sizes = {math.ceil(rows * fraction) for fraction in self.ladder}
-        return tuple(sorted({size for size in sizes if size >= self.smallest_rung} | {rows}, reverse=True))
+    first: Int[Array, ""]
+    count: Int[Array, ""]
+    table: Int[Array, "w mp"]
+    drafter: Any
 
 
-def with_drafts(seen: Bool[Array, "r v"], drafts: Int[Array, "r q"]) -> Bool[Array, "r v"]:
-    """`seen` and drafts that stand before the token in question."""
-    return with_tokens(seen, drafts, jnp.ones(drafts.shape, bool))
+@struct.dataclass
+class Batch:
+    """A rollout in progress.
 
-
-def along(path: Int[Array, "r k1"] | None, x: Shaped[Array, "r n1 ..."]) -> Shaped[Array, "r k1 ..."]:
-    """`x[r, path[r]]`; a chain is its own path."""
-    if path is None:
-        return x
-    return jnp.take_along_axis(x, path.reshape(*path.shape, *[1] * (x.ndim - 2)), axis=1)
-
-
-def _without_siblings(cache: KVCache, first: Int[Array, "r"], path: Int[Array, "r k1"]) -> KVCache:
-    """The cache with the accepted path of a tree in consecutive slots."""
-    move = functools.partial(keep_path, first=first, path=path)
-    return replace(cache, keys=tuple(map(move, cache.keys)), values=tuple(map(move, cache.values)))
-
-
-def _with_length(cache: KVCache | None, length: Int[Array, "r"]) -> KVCache:
-    """The cache that a forward returned, with its tokens up to `length` counting."""
-    assert cache is not None
-    return replace(cache, length=length)
-
-
-def _empty_trajectory(prompts: Prompts, config: RolloutConfig) -> Trajectory:
-    count = prompts.tokens.shape[0] * config.samples_per_prompt
-    zero = jnp.int32(0)
-    stats = RolloutStats(zero, zero, zero, zero, jnp.zeros((config.tree.depth,), jnp.int32), zero)
-    return Trajectory(
-        prompts=prompts,
-        tokens=jnp.zeros((count, config.max_new_tokens), jnp.int32),
-        log_probs=jnp.zeros((count, config.max_new_tokens), jnp.float32),
-        thresholds=jnp.full((count, config.max_new_tokens), -jnp.inf) if config.law.filtered else None,
-        lengths=jnp.zeros((count,), jnp.int32),
-        ended=jnp.zeros((count,), bool),
-        entropy_sum=jnp.float32(0.0),
-        stats=stats,
-    )
-
-
-@dataclass(frozen=True)
-class Judged:
-    """A round before anything is emitted.
-
-    out: the policy's forward over the round's tokens. law: its draws there. log_p: its law, for rules that ask.
-    choice: the drafts. proposed: what the rule decided.
+    rows: those of the rung. pool: the cache. waiting: see there.
+    started: sequences that have taken a row so far; they do so in order.
+    trajectory: what has been emitted.
     """
 
-    out: ForwardOutput
-    law: TokenLaw
-    log_p: Float[Array, "r n1 v"] | None
-    choice: Choice
-    proposed: Proposed
+    rows: Rows
+    pool: Pool
+    waiting: Waiting
+    started: Int[Array, ""]
+    trajectory: Trajectory
 
 
 @dataclass(frozen=True)
-class RolloutEngine:
-    """A policy, an optional drafter and how they run; the static part of a rollout."""
+class Layout:
+    """Sizes of a rollout: rows, pages of a row, prompts read together, pages of a prompt, pages of the pool."""
 
-    policy: PolicyConfig
-    config: RolloutConfig
-    numerics: Numerics
-    drafter: Drafter | None = None
+    rows: int
+    row_pages: int
+    prompts: int
+    prompt_pages: int
+    pool_pages: int
 
-    def __post_init__(self) -> None:
-        if self.config.draft_length > 0 and self.drafter is None:
-            raise InputError(f"draft length is {self.config.draft_length} without a drafter; give one or use 0")
-        law, size = self.config.law, self.policy.vocab_size
-        for kind, tokens in (("end", law.end_ids), ("forbidden", law.forbidden)):
-            outside = [token for token in tokens if not 0 <= token < size]
-            if outside:
-                remedy = "use the end tokens of the policy's tokenizer" if kind == "end" else "leave it out"
-                raise InputError(f"{kind} token {outside[0]} is not in the policy's vocabulary of {size}; {remedy}")
-        if any(boundary > self.policy.num_layers for boundary in self._boundaries):
-            raise InputError(
-                f"the drafter reads boundaries {self._boundaries} of a policy with {self.policy.num_layers} layers; "
-                "use a drafter made for this policy"
-            )
 
-    @property
-    def speculative(self) -> bool:
-        """Whether rounds have drafts."""
-        return self.config.draft_length > 0
-
-    @property
-    def _boundaries(self) -> tuple[int, ...]:
-        return self.drafter.boundaries if self.drafter is not None and self.speculative else ()
-
-    def _features(self, out: ForwardOutput, rows: int, width: int) -> Float[Array, "r q fd"]:
-        """What the drafter reads of a forward; nothing for a drafter without boundaries."""
-        if out.features is None:
-            return jnp.zeros((rows, width, 0), out.hidden.dtype)
-        return out.features.reshape(rows, width, -1)
-
-    def _propose(self, params: PolicyParams, draft_params: Any, rows: Rows) -> Choice:
-        """Drafts of the round's tree, from the drafter's law after the policy's filters."""
-        if self.drafter is None or not self.speculative:
-            return Choice(jnp.zeros((rows.done.shape[0], 0), jnp.int32))
-        choose, tree = self._chooser(rows), self.config.tree
-        return self.drafter.propose(draft_params, params.embed, rows.drafter, rows.sequence, tree, choose)
-
-    def _chooser(self, rows: Rows) -> Choose:
-        """How a drafter's logits become drafts: the policy's filters, the rule's noise."""
-        config, law, vocab_size = self.config, self.config.law, self.policy.vocab_size
-        keys = config.rule.draft_keys(rows.keys, rows.rounds)
-
-        def choose(logits: Array, target_ids: Array, before: Array, count: int) -> Choice:
-            shape, depth = logits.shape[:2], before.shape[2]
-            position = jnp.repeat(rows.emitted + depth, shape[1])
-            seen = None if rows.seen is None else jnp.repeat(rows.seen, shape[1], axis=0)
-            if seen is not None and depth:
-                seen = with_drafts(seen, before.reshape(-1, depth))
-            log_q = law.log_law(logits.reshape(len(position), -1), Context(position, seen), target_ids)
-            scores = log_q
-            if not config.rule.argmax_drafts:
-                scores = law.perturbed(log_q, jnp.repeat(keys, shape[1], axis=0), position, target_ids)
-            token = target_ids[best(scores, count)]
-            if not config.rule.needs_laws:
-                return Choice(token.reshape(*shape, count))
-            if config.rule.argmax_drafts or law.greedy:
-                log_law = one_hot_law(token, vocab_size)[:, 0]
-            else:
-                log_law = jnp.full((len(position), vocab_size), -jnp.inf).at[:, target_ids].set(log_q)
-            return Choice(token.reshape(*shape, count), log_law.reshape(*shape, vocab_size))
-
-        return choose
-
-    def judge(self, params: PolicyParams, draft_params: Any, rows: Rows) -> Judged:
-        """Draft, verify and decide; nothing is emitted yet."""
-        tree = self.config.tree
-        choice = self._propose(params, draft_params, rows)
-        tokens = jnp.concatenate([rows.last_token[:, None], choice.token], axis=1)
-        offsets = jnp.asarray(tree.depths, jnp.int32)[None]
-        # A finished row, and drafts beyond the last position, are padding.
-        wanted = ~rows.done[:, None] & (rows.emitted[:, None] + offsets < self.config.max_new_tokens)
-        positions = jnp.where(wanted, rows.cache.length[:, None] + offsets, -1)
-        out, law, log_p = self._forward_and_sample(params, rows, grid_batch(tokens, positions, tree), choice.token)
-        own = law.token.reshape(-1, tree.size)
-        proposed = Proposed(own, jnp.zeros_like(rows.emitted))
-        if self.speculative:
-            draws = KeyedDraws(round_keys(rows.keys, rows.rounds))
-            proposed = self.config.rule.decide(tree, choice.token, own, log_p, choice.log_law, draws)
-        return Judged(out, law, log_p, choice, proposed)
-
-    def conclude(
-        self, params: PolicyParams, draft_params: Any, rows: Rows, trajectory: Trajectory, judged: Judged
-    ) -> tuple[Rows, Trajectory]:
-        """Emit what a round decided and advance every row."""
-        tree = self.config.tree
-        proposed, cache, live = judged.proposed, judged.out.cache, ~rows.done
-        law = self._emitted_law(judged) if self.speculative else judged.law
-        verdict = cut(
-            proposed,
-            ends=is_end(proposed.tokens, self.config.law.end_ids),
-            room=jnp.where(live, self.config.max_new_tokens - rows.emitted, 0),
-        )
-        drafter = rows.drafter
-        if self.drafter is not None and self.speculative:
-            features = along(proposed.path, self._features(judged.out, live.shape[0], tree.size))
-            drafter = self.drafter.commit(
-                draft_params, params.embed, drafter, proposed.tokens, features, verdict.counts
-            )
-        trajectory = replace(trajectory, stats=count_round(trajectory.stats, verdict, live, tree.depth))
-        cache = _with_length(cache, rows.cache.length + verdict.counts)
-        if proposed.path is not None:
-            cache = _without_siblings(cache, rows.cache.length, proposed.path)
-        trajectory, rows = emit(trajectory, rows, law, verdict.counts, self.config.law.end_ids)
-        return replace(rows, cache=cache, drafter=drafter, rounds=rows.rounds + 1), trajectory
-
-    def _emitted_law(self, judged: Judged) -> TokenLaw:
-        """What is kept of the law at the tokens that a rule proposes."""
-        proposed, log_p, log_q = judged.proposed, judged.log_p, judged.choice.log_law
-        rows = proposed.tokens.shape[0]
-        law = jax.tree.map(lambda x: along(proposed.path, x.reshape(rows, -1)), judged.law)
-        law = replace(law, token=proposed.tokens)
-        # Greedy, the emitted tokens are the policy's own draws, and log-probs those of temperature 1.
-        if log_p is not None and log_q is not None and not self.config.law.greedy:
-            behaviour = self.config.rule.behaviour(log_p, log_q)
-            log_prob = jnp.take_along_axis(behaviour, proposed.tokens[..., None], axis=2)[..., 0]
-            law = replace(law, log_prob=log_prob)
-        return jax.tree.map(lambda x: x.reshape(-1), law)
-
-    def _forward_and_sample(
-        self, params: PolicyParams, rows: Rows, batch: TokenBatch, drafts: Int[Array, "r n"]
-    ) -> tuple[ForwardOutput, TokenLaw, Float[Array, "r n1 v"] | None]:
-        """The forward over `[last token, drafts]`, the policy's draws, and its law for rules that judge by it."""
-        config, tree = self.config, self.config.tree
-        out = forward(params, self.policy, batch, numerics=self.numerics, cache=rows.cache, boundaries=self._boundaries)
-        keys = jnp.repeat(rows.keys, tree.size, axis=0)
-        position = (rows.emitted[:, None] + jnp.asarray(tree.depths, jnp.int32)[None]).reshape(-1)
-        seen = None
-        if rows.seen is not None:
-            # Below a node, everything before the round and the drafts on the path to it have been seen.
-            views = [rows.seen]
-            for node, parent in enumerate(tree.parents):
-                views.append(with_drafts(views[parent], drafts[:, node : node + 1]))
-            seen = jnp.stack(views, axis=1).reshape(len(position), -1)
-        keep_law = self.speculative and config.rule.needs_laws
-        law, log_p = sample_tokens(
-            params,
-            self.policy,
-            config.law,
-            out.hidden,
-            keys,
-            Context(position, seen),
-            self.numerics,
-            keep_law=keep_law,
-        )
-        if log_p is not None:
-            if config.law.greedy:
-                log_p = one_hot_law(law.token[:, None], log_p.shape[-1])[:, 0]
-            log_p = log_p.reshape(-1, tree.size, log_p.shape[-1])
-        return out, law, log_p
+@dataclass(frozen=True)
+class RolloutEngine(Round):
+    """A round, and the sequences that wait for one."""
 
     def check_prompt_width(self, width: int) -> None:
         """Raise InputError unless prompts of `width` tokens and their responses fit the policy's context."""
@@ -321,59 +90,211 @@ class RolloutEngine:
                 "shorten the prompts or lower max_new_tokens"
             )
 
-    def prefill(
-        self, params: PolicyParams, draft_params: Any, prompts: Prompts, keys: UInt32[Array, "b 2"]
-    ) -> tuple[Rows, Trajectory]:
-        """Read every prompt once, hand the result to its samples, and draw their first tokens."""
+    def _slots(self, width: int) -> int:
+        """Cache slots of a row: its tokens, and the nodes of a tree beside its last path."""
+        return width + self.config.max_new_tokens + self.config.tree.size - 1 - self.config.tree.depth
+
+    def page_bytes(self) -> int:
+        """Bytes of a page in all layers of the policy."""
+        policy = self.policy
+        slot = 2 * policy.num_layers * policy.num_kv_heads * policy.head_dim * jnp.dtype(policy.dtype).itemsize
+        return slot * self.numerics.key_block
+
+    def drafter_bytes(self, rows: int, width: int) -> int:
+        """Bytes of the drafter's state for so many rows."""
+        if self.drafter is None or not self.speculative:
+            return 0
+        state = jax.eval_shape(lambda: self.drafter.init_state(rows, self._slots(width)))  # type: ignore[union-attr]
+        return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(state))
+
+    def layout(self, groups: int, width: int) -> Layout:
+        """Sizes for so many prompts of so many tokens; InputError when the cache budget is too small for one row."""
+        count = groups * self.config.samples_per_prompt
+        rows = min(count, self.config.rows or count)
+        together = max(1, min(groups, _PREFILL_TOKENS // width, -(-rows // self.config.samples_per_prompt)))
+        row_pages = pages_for(self._slots(width), self.numerics)
+        prompt_pages = pages_for(max(1, width - 1), self.numerics)
+        pages = rows * row_pages + together * prompt_pages
+        budget = self.config.cache_bytes
+        if budget is not None:
+            kept = self.drafter_bytes(rows + together, width)
+            least = row_pages + together * prompt_pages
+            pages = min(pages, max(0, budget - kept) // self.page_bytes())
+            if pages < least:
+                raise InputError(
+                    f"rollout cache_bytes is {budget}; {rows} rows with prompts of up to {width} tokens need at least "
+                    f"{kept + least * self.page_bytes()}: raise it, or lower rows or max_new_tokens"
+                )
+        return Layout(rows, row_pages, together, prompt_pages, pages)
+
+    def _empty(self, prompts: Prompts) -> Batch:
         groups, width = prompts.tokens.shape
         self.check_prompt_width(width)
-        samples = self.config.samples_per_prompt
-        # A tree needs more slots than positions.
-        capacity = width + self.config.max_new_tokens + self.config.tree.size - 1 - self.config.tree.depth
-        cache = policy_cache(self.policy, groups, capacity, self.numerics)
-        batch = grid_batch(prompts.tokens, sequence_positions(prompts.lengths, width))
-        out = forward(params, self.policy, batch, numerics=self.numerics, cache=cache, boundaries=self._boundaries)
+        layout = self.layout(groups, width)
+        drafts = self.drafter is not None and self.speculative
+        none = jnp.zeros((layout.rows,), jnp.int32)
 
-        read = jnp.maximum(prompts.lengths - 1, 0)  # tokens whose successor is known
+        def drafter_state(rows: int) -> Any:
+            return self.drafter.init_state(rows, self._slots(width)) if drafts else None  # type: ignore[union-attr]
 
-        def last(grid: Array) -> Array:
-            return jnp.take_along_axis(grid, read[:, None, None], axis=1)
-
-        def share(tree: Any) -> Any:
-            return jax.tree.map(lambda x: jnp.repeat(x, samples, axis=0), tree)
-
-        count = groups * samples
-        issued = share(prompts.lengths > 0)
-        first = jnp.zeros((count,), jnp.int32)
-        hidden = share(last(out.hidden.reshape(groups, width, -1))[:, 0])
-        seen = None
-        if self.config.law.reads_history:
-            none = jnp.zeros((groups, self.policy.vocab_size), bool)
-            seen = share(with_tokens(none, prompts.tokens, batch.positions.reshape(groups, width) >= 0))
-        law, _ = sample_tokens(params, self.policy, self.config.law, hidden, keys, Context(first, seen), self.numerics)
         rows = Rows(
-            cache=share(_with_length(out.cache, prompts.lengths)),
-            drafter=None,
-            sequence=jnp.arange(count, dtype=jnp.int32),
-            keys=keys,
-            last_token=first,
-            emitted=first,
-            rounds=first,
-            seen=seen,
-            done=~issued,
+            table=jnp.full((layout.rows, layout.row_pages), NO_PAGE, jnp.int32),
+            used=none,
+            shared=none,
+            length=none,
+            drafter=drafter_state(layout.rows),
+            sequence=none,
+            keys=jnp.zeros((layout.rows, 2), jnp.uint32),
+            last_token=none,
+            emitted=none,
+            rounds=none,
+            seen=jnp.zeros((layout.rows, self.policy.vocab_size), bool) if self.config.law.reads_history else None,
+            done=jnp.ones((layout.rows,), bool),
         )
-        one = issued.astype(jnp.int32)
-        trajectory, rows = emit(_empty_trajectory(prompts, self.config), rows, law, one, self.config.law.end_ids)
-        if self.drafter is not None and self.speculative:
-            state = self.drafter.init_state(groups, capacity)
-            features = self._features(out, groups, width)
-            if width > 1:
-                shifted = prompts.tokens[:, 1:]
-                state = self.drafter.commit(draft_params, params.embed, state, shifted, features[:, :-1], read)
-            newest = (law.token[:, None], share(last(features)), one)
-            state = self.drafter.commit(draft_params, params.embed, share(state), *newest)
-            rows = replace(rows, drafter=state)
-        return rows, trajectory
+        keys, values = policy_pool(self.policy, layout.pool_pages, self.numerics)
+        table = jnp.full((layout.prompts, layout.prompt_pages), NO_PAGE, jnp.int32)
+        zero = jnp.int32(0)
+        waiting = Waiting(zero, zero, table, drafter_state(layout.prompts))
+        pool = Pool(keys, values, jnp.zeros((layout.pool_pages,), jnp.int32))
+        return Batch(rows, pool, waiting, zero, self._empty_trajectory(prompts))
+
+    def _empty_trajectory(self, prompts: Prompts) -> Trajectory:
+        count = prompts.tokens.shape[0] * self.config.samples_per_prompt
+        shape, zero = (count, self.config.max_new_tokens), jnp.int32(0)
+        at = jnp.zeros((self.config.tree.depth,), jnp.int32)
+        return Trajectory(
+            prompts=prompts,
+            tokens=jnp.zeros(shape, jnp.int32),
+            log_probs=jnp.zeros(shape, jnp.float32),
+            thresholds=jnp.full(shape, -jnp.inf) if self.config.law.filtered else None,
+            lengths=jnp.zeros((count,), jnp.int32),
+            ended=jnp.zeros((count,), bool),
+            entropy_sum=jnp.float32(0.0),
+            stats=RolloutStats(zero, zero, zero, zero, at, zero, zero, zero, zero),
+        )
+
+    def _can_read(self, batch: Batch, spare: bool) -> Bool[Array, ""]:
+        """Whether the next prompts should be read: rows are free, nobody else waits, and pages suffice."""
+        groups = batch.trajectory.prompts.tokens.shape[0]
+        exhausted = batch.started == batch.waiting.count * self.config.samples_per_prompt
+        enough = batch.pool.free >= batch.waiting.table.size + kept_back(batch.rows)
+        return exhausted & (batch.waiting.count < groups) & (spare | jnp.any(batch.rows.done)) & enough
+
+    def _can_start(self, batch: Batch, spare: bool) -> Bool[Array, ""]:
+        """Whether the next sequence can take a row."""
+        waits = batch.started < batch.waiting.count * self.config.samples_per_prompt
+        enough = batch.pool.free > jnp.where(jnp.all(batch.rows.done), 0, kept_back(batch.rows))
+        return waits & (spare | jnp.any(batch.rows.done)) & enough
+
+    def _read_prompts(self, params: PolicyParams, draft_params: Any, batch: Batch) -> Batch:
+        """Prefill: the next prompts, without their last tokens."""
+        prompts, waiting = batch.trajectory.prompts, batch.waiting
+        (together, pages), width = waiting.table.shape, prompts.tokens.shape[1]
+        index = waiting.count + jnp.arange(together, dtype=jnp.int32)
+        lengths = prompts.lengths.at[index].get(mode="fill", fill_value=0)
+        tokens = prompts.tokens.at[index].get(mode="fill", fill_value=0)
+        read = jnp.maximum(lengths - 1, 0)
+        needed = -(-read // batch.pool.page_size)
+        table, pool = grant(batch.pool, jnp.arange(pages, dtype=jnp.int32)[None] < needed[:, None])
+        drafter = waiting.drafter
+        if width > 1:
+            cache = replace(pool.cache(batch.rows), table=table, length=jnp.zeros_like(read))
+            grid = grid_batch(tokens[:, :-1], sequence_positions(read, width - 1))
+            out = forward(params, self.policy, grid, numerics=self.numerics, cache=cache, boundaries=self.boundaries)
+            assert out.cache is not None
+            pool = pool.with_cache(out.cache)
+            if self.drafter is not None and self.speculative:
+                drafter = self.drafter.init_state(together, self._slots(width))
+                features = self.features(out, together, width - 1)
+                drafter = self.drafter.commit(draft_params, params.embed, drafter, tokens[:, 1:], features, read)
+        count = jnp.minimum(waiting.count + together, prompts.lengths.shape[0])
+        return replace(batch, pool=pool, waiting=Waiting(waiting.count, count, table, drafter))
+
+    def _start_one(self, keys: UInt32[Array, "b 2"], batch: Batch) -> Batch:
+        """The next sequence takes a free row, shares the full pages of its prompt and copies the last, partial one."""
+        rows, waiting, sequence = batch.rows, batch.waiting, batch.started
+        prompts, page_size = batch.trajectory.prompts, batch.pool.page_size
+        group = sequence // self.config.samples_per_prompt
+        place, row = group - waiting.first, jnp.argmax(rows.done)
+        length = prompts.lengths[group]
+        issued = length > 0
+        read = jnp.maximum(length - 1, 0)
+        shared = read // page_size
+        prompt_table = waiting.table[place]
+        column = jnp.arange(rows.table.shape[1], dtype=jnp.int32)
+        column_of_prompt = jnp.arange(prompt_table.shape[0], dtype=jnp.int32)
+        common = jnp.where(column_of_prompt < shared, prompt_table, NO_PAGE)
+        own, pool = grant(hold(batch.pool, common, 1), issued[None])
+        source = prompt_table.at[shared].get(mode="fill", fill_value=0)
+
+        # Where the prompt fills its pages, or there is none, nothing is to be copied: what is read is never looked at.
+        target = jnp.where(issued, own[0], source)
+
+        def copy(pages: Array) -> Array:
+            return lax.dynamic_update_index_in_dim(pages, lax.dynamic_index_in_dim(pages, source, 0), target, 0)
+
+        pool = replace(pool, keys=tuple(map(copy, pool.keys)), values=tuple(map(copy, pool.values)))
+        padded = jnp.pad(common, (0, max(0, rows.table.shape[1] - common.shape[0])), constant_values=NO_PAGE)
+        table = jnp.where(column < shared, padded[: rows.table.shape[1]], NO_PAGE)
+        table = jnp.where(column == shared, own[0], table)
+        seen = rows.seen
+        if seen is not None:
+            none = jnp.zeros_like(seen[:1])
+            in_prompt = jnp.arange(prompts.tokens.shape[1], dtype=jnp.int32) < length
+            seen = seen.at[row].set(with_tokens(none, prompts.tokens[group][None], in_prompt[None])[0])
+        zero = jnp.int32(0)
+        rows = replace(
+            rows,
+            table=rows.table.at[row].set(table),
+            used=rows.used.at[row].set(jnp.where(issued, shared + 1, 0)),
+            shared=rows.shared.at[row].set(shared),
+            length=rows.length.at[row].set(read),
+            drafter=jax.tree.map(lambda all_, one: all_.at[row].set(one[place]), rows.drafter, waiting.drafter),
+            sequence=rows.sequence.at[row].set(sequence),
+            keys=rows.keys.at[row].set(keys[sequence]),
+            last_token=rows.last_token.at[row].set(prompts.tokens[group, read]),
+            emitted=rows.emitted.at[row].set(zero),
+            rounds=rows.rounds.at[row].set(zero),
+            seen=seen,
+            done=rows.done.at[row].set(~issued),
+        )
+        # After the last sample of a prompt nobody waits for its pages.
+        last = (sequence + 1) % self.config.samples_per_prompt == 0
+        pool = hold(pool, jnp.where(last, prompt_table, NO_PAGE), -1)
+        return replace(batch, rows=rows, pool=pool, started=sequence + 1)
+
+    def _refill(self, params: PolicyParams, draft_params: Any, keys: UInt32[Array, "b 2"], batch: Batch) -> Batch:
+        """Sequences take rows while there are both, and pages."""
+
+        def once(batch: Batch) -> Batch:
+            read = lambda batch: self._read_prompts(params, draft_params, batch)  # noqa: E731
+            batch = lax.while_loop(lambda b: self._can_read(b, False), read, batch)
+            return lax.while_loop(lambda b: self._can_start(b, False), lambda b: self._start_one(keys, b), batch)
+
+        return lax.while_loop(lambda b: self._can_read(b, False) | self._can_start(b, False), once, batch)
+
+    def start(self, params: PolicyParams, draft_params: Any, prompts: Prompts, keys: UInt32[Array, "b 2"]) -> Batch:
+        """Read prompts and start sequences until rows or pages are used up."""
+        return self._refill(params, draft_params, keys, self._empty(prompts))
+
+    def round(self, params: PolicyParams, draft_params: Any, batch: Batch) -> tuple[Batch, Judged]:
+        """One round of all rows that have the pages for it, and how it was judged."""
+        rows, pool, stalled = grow(batch.rows, batch.pool, self.config.tree.size)
+        live = ~rows.done & ~stalled
+        judged = self.judge(params, draft_params, rows, pool, live)
+        before = rows.done
+        rows, cache, trajectory = self.conclude(params, draft_params, rows, batch.trajectory, judged)
+        pool = pool.with_cache(cache)
+        pages, tokens = occupancy(rows, pool)
+        stats = trajectory.stats
+        stats = replace(
+            stats,
+            stalled=stats.stalled + jnp.sum(stalled, dtype=jnp.int32),
+            peak_pages=jnp.maximum(stats.peak_pages, pages),
+            peak_tokens=jnp.maximum(stats.peak_tokens, tokens),
+        )
+        rows, pool = leave(rows, pool, rows.done & ~before)
+        return replace(batch, rows=rows, pool=pool, trajectory=replace(trajectory, stats=stats)), judged
 
     def rollout(
         self, params: PolicyParams, draft_params: Any, prompts: Prompts, keys: UInt32[Array, "b 2"]
@@ -387,18 +308,42 @@ class RolloutEngine:
             keys: noise key of every sequence, `b = g * samples_per_prompt`, group-major
                 (`specrl_jax.rollout.noise.sequence_keys`).
         """
-        rows, trajectory = self.prefill(params, draft_params, prompts, keys)
-        rungs = self.config.rungs(rows.done.shape[0])
-        for size, next_size in zip(rungs, (*rungs[1:], 0), strict=True):
-            live_first = jnp.argsort(rows.done, stable=True)[:size]
-            rows = jax.tree.map(lambda x, order=live_first: x[order], rows) if size != rungs[0] else rows
+        return self.finish(params, draft_params, self._empty(prompts), keys).trajectory
 
-            def more_live_than_next_rung(state: tuple[Rows, Trajectory], threshold: int = next_size) -> Bool[Array, ""]:
-                return jnp.sum(~state[0].done) > threshold
+    def finish(self, params: PolicyParams, draft_params: Any, batch: Batch, keys: UInt32[Array, "b 2"]) -> Batch:
+        """Go on until every sequence has ended."""
+        rungs = self.config.rungs(batch.rows.done.shape[0])
 
-            rows, trajectory = lax.while_loop(
-                more_live_than_next_rung,
-                lambda state: self.conclude(params, draft_params, *state, self.judge(params, draft_params, state[0])),
-                (rows, trajectory),
-            )
-        return trajectory
+        def turn(batch: Batch) -> Batch:
+            batch = self._refill(params, draft_params, keys, batch)
+            for size, next_size in zip(rungs, (*rungs[1:], 0), strict=True):
+                batch = self._on_rung(params, draft_params, batch, size, next_size)
+            return batch
+
+        return lax.while_loop(lambda b: jnp.any(~b.rows.done) | (b.started < keys.shape[0]), turn, batch)
+
+    def _on_rung(self, params: PolicyParams, draft_params: Any, batch: Batch, size: int, next_size: int) -> Batch:
+        """Rounds of `size` rows, until the live ones fit the next rung or a waiting sequence can start.
+
+        A loop that is not entered costs nothing, and loops in a row keep the cache in place; of a `lax.switch`
+        XLA copies it.
+        """
+        spare = size < batch.rows.done.shape[0]
+
+        def fits(batch: Batch, spare: bool) -> Bool[Array, ""]:
+            live = jnp.sum(~batch.rows.done)
+            refill = self._can_read(batch, spare) | self._can_start(batch, spare)
+            return (live > next_size) & (live <= size) & ~refill
+
+        def rounds(batch: Batch) -> Batch:
+            step = lambda b: self.round(params, draft_params, b)[0]  # noqa: E731
+            return lax.while_loop(lambda b: fits(b, spare), step, batch)
+
+        def on_some(batch: Batch) -> Batch:
+            live_first = jnp.argsort(batch.rows.done, stable=True)[:size]
+            some = jax.tree.map(lambda x: x[live_first], batch.rows)
+            after = rounds(replace(batch, rows=some))
+            rows = jax.tree.map(lambda all_, x: all_.at[live_first].set(x), batch.rows, after.rows)
+            return replace(after, rows=rows)
+
+        return lax.while_loop(lambda b: fits(b, False), on_some, batch) if spare else rounds(batch)

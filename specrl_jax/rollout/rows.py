@@ -8,7 +8,6 @@ import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Bool, Int, UInt32
 
-from specrl_jax.models.cache import KVCache
 from specrl_jax.rollout.sampling import TokenLaw, with_tokens
 from specrl_jax.rollout.trajectory import RolloutStats, Trajectory
 from specrl_jax.rollout.verification import Verdict
@@ -18,18 +17,23 @@ from specrl_jax.rollout.verification import Verdict
 class Rows:
     """State of the rows of one rung; the row is the leading axis of every leaf.
 
-    cache: the policy's keys and values; `cache.length` tokens count.
+    table: pages of its keys and values, `[r, m]`. used: how many it has, of which the first `shared` are its prompt's,
+        held by the whole group, `[r]`.
+    length: tokens in the cache, `[r]`.
     drafter: the drafter's state, or None.
     sequence: which sequence the row holds, `[r]`.
     keys: its noise key, `[r, 2]`.
     last_token: its newest token, emitted but not yet in the cache, `[r]`.
     emitted: response tokens so far, `[r]`.
-    rounds: forwards since the prefill, `[r]`; the number of the next round.
+    rounds: rounds so far, `[r]`; the number of the next one.
     seen: vocabulary entries in prompt and response so far, `[r, v]`, or None where the law does not ask.
-    done: `[r]`.
+    done: the row is free: its sequence has ended, or it never had one, `[r]`.
     """
 
-    cache: KVCache
+    table: Int[Array, "r m"]
+    used: Int[Array, "r"]
+    shared: Int[Array, "r"]
+    length: Int[Array, "r"]
     drafter: Any
     sequence: Int[Array, "r"]
     keys: UInt32[Array, "r 2"]

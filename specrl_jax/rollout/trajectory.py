@@ -19,6 +19,9 @@ class RolloutStats:
     cut_rounds, cut_accepted: the same for rounds that were cut.
     accepted_at: uncut rounds that accepted their draft `i`, `[k]`.
     steps: forwards of a live row after prefill (rounds, or single-token steps at k = 0).
+    stalled: rounds that a live row sat out for want of cache.
+    peak_pages, peak_tokens: most pages of the cache that were held at a time, and most tokens in them, a shared prompt
+        counted once.
     """
 
     rounds: Int[Array, ""]
@@ -27,6 +30,9 @@ class RolloutStats:
     cut_accepted: Int[Array, ""]
     accepted_at: Int[Array, "k"]
     steps: Int[Array, ""]
+    stalled: Int[Array, ""]
+    peak_pages: Int[Array, ""]
+    peak_tokens: Int[Array, ""]
 
 
 @struct.dataclass

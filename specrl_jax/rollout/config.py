@@ -1,0 +1,68 @@
+"""How responses are rolled out."""
+
+import math
+from dataclasses import dataclass
+
+from specrl_jax.errors import InputError
+from specrl_jax.models.tree import Tree
+from specrl_jax.rollout.rules import Match, Rule
+from specrl_jax.rollout.sampling import SamplingLaw
+
+
+@dataclass(frozen=True)
+class RolloutConfig:
+    """max_new_tokens: response tokens at most, end token included.
+
+    samples_per_prompt: size of a prompt's group.
+    draft_length: drafts per round on the longest path, 0 for autoregressive decoding.
+    law: the sampling law; its end tokens close a response.
+    rule: how drafts are drawn and judged, in chains or trees.
+    rows: sequences that are decoded at the same time, on each device; the others wait. By default all.
+    cache_bytes: for the keys and values of policy and drafter, on each device; sequences wait, or sit rounds out, when
+        they do not fit. By default enough for all rows.
+    ladder: fractions of the rows that the live ones are decoded in as their number falls, in order.
+    smallest_rung: fewer rows than this get no rung of their own: each one is compiled.
+    """
+
+    max_new_tokens: int
+    samples_per_prompt: int
+    draft_length: int
+    law: SamplingLaw
+    rule: Rule = Match()
+    rows: int | None = None
+    cache_bytes: int | None = None
+    ladder: tuple[float, ...] = (1.0, 0.5, 0.25, 0.125, 0.0625)
+    smallest_rung: int = 16
+
+    def __post_init__(self) -> None:
+        for name, least in (
+            ("max_new_tokens", 1),
+            ("samples_per_prompt", 1),
+            ("smallest_rung", 1),
+            ("rows", 1),
+            ("cache_bytes", 1),
+        ):
+            value = getattr(self, name)
+            if value is not None and value < least:
+                raise InputError(f"rollout {name} is {value}; it must be at least {least}")
+        if not self.law.end_ids:
+            raise InputError("rollout end_ids is empty; name at least one end token in the sampling law")
+        if not all(0.0 < fraction <= 1.0 for fraction in self.ladder):
+            raise InputError(f"rollout ladder is {self.ladder}; give fractions above 0 and at most 1")
+        self.rule.tree(self.draft_length)  # refuses what is too large
+        if self.law.min_new_tokens > self.max_new_tokens:
+            raise InputError(
+                f"min_new_tokens is {self.law.min_new_tokens}, above max_new_tokens {self.max_new_tokens}; lower it"
+            )
+        if set(self.law.end_ids) <= set(self.law.forbidden):
+            raise InputError("every end token is forbidden, so that no response could end; allow one of them")
+
+    @property
+    def tree(self) -> Tree:
+        """The tokens of a round."""
+        return self.rule.tree(self.draft_length)
+
+    def rungs(self, rows: int) -> tuple[int, ...]:
+        """Batch sizes of the ladder for `rows` sequences, largest first."""
+        sizes = {math.ceil(rows * fraction) for fraction in self.ladder}
+        return tuple(sorted({size for size in sizes if size >= self.smallest_rung} | {rows}, reverse=True))

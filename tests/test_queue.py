@@ -1,0 +1,104 @@
+"""Sequences that wait for rows and pages: the same tokens, every page given back, budgets refused when too small."""
+
+from dataclasses import replace
+
+import jax
+import numpy as np
+import pytest
+from tiny import INVARIANT, POLICY, BigramDrafter, bigram_table, keys_of, random_eagle3, tiny_params, tiny_prompts
+
+from specrl_jax.errors import InputError
+from specrl_jax.models.numerics import Numerics
+from specrl_jax.rollout.config import RolloutConfig
+from specrl_jax.rollout.engine import RolloutEngine
+from specrl_jax.rollout.rules import Match
+from specrl_jax.rollout.sampling import SamplingLaw
+
+pytestmark = pytest.mark.ci
+SAMPLES, NEW = 3, 20
+PROMPTS = tiny_prompts()
+KEYS = keys_of(PROMPTS, SAMPLES)
+SMALL_PAGES = replace(INVARIANT, key_block=4)
+PLAIN = Numerics(key_block=4)
+
+
+def engine_of(k=0, numerics=SMALL_PAGES, drafter=None, rule=None, **settings):
+    law = SamplingLaw(end_ids=(1, 7))
+    config = RolloutConfig(NEW, SAMPLES, k, law, rule or Match(), **{"ladder": (1.0,)} | settings)
+    return RolloutEngine(POLICY, config, numerics, drafter)
+
+
+def finished(engine, draft=None):
+    def run(params, draft, prompts, keys):
+        return engine.finish(params, draft, engine._empty(prompts), keys)
+
+    return jax.device_get(jax.jit(run)(tiny_params(), draft, PROMPTS, KEYS))
+
+
+def budget(engine, pages, rows):
+    """Bytes for so many pages beside the drafter's state."""
+    groups, width = PROMPTS.tokens.shape
+    together = engine.layout(groups, width).prompts
+    return pages * engine.page_bytes() + engine.drafter_bytes(rows + together, width)
+
+
+def least_pages(engine):
+    layout = engine.layout(*PROMPTS.tokens.shape)
+    return layout.row_pages + layout.prompts * layout.prompt_pages
+
+
+def assert_same(ours, expected):
+    for name in ("tokens", "log_probs", "lengths", "ended"):
+        np.testing.assert_array_equal(getattr(ours, name), getattr(expected, name), err_msg=name)
+
+
+@pytest.mark.parametrize("rows", [1, 4, 7])
+@pytest.mark.parametrize("drafts", [None, "bigram", "tree", "eagle3"])
+def test_few_rows_and_few_pages_give_the_same_tokens(rows, drafts):
+    expected = finished(engine_of()).trajectory
+    drafter, draft = None, None
+    if drafts == "eagle3":
+        drafter, draft = random_eagle3()
+    elif drafts:
+        drafter, draft = BigramDrafter(), bigram_table()
+    rule = Match(branches=2) if drafts == "tree" else Match()
+    engine = engine_of(3 if drafts else 0, drafter=drafter, rule=rule, rows=rows, ladder=(1.0, 0.3), smallest_rung=1)
+    pages = least_pages(engine) + 2
+    engine = replace(engine, config=replace(engine.config, cache_bytes=budget(engine, pages, rows)))
+    assert engine.layout(*PROMPTS.tokens.shape).pool_pages <= pages
+    batch = finished(engine, draft)
+    assert_same(batch.trajectory, expected)
+    stats = batch.trajectory.stats
+    assert stats.peak_pages <= pages
+    assert stats.peak_tokens <= stats.peak_pages * 4
+    assert not batch.pool.holders.any()
+    assert batch.rows.done.all()
+    if rows == 7:
+        assert stats.stalled > 0  # the pool was too small for all rows, and the test is one
+
+
+def test_a_prompt_is_held_once():
+    """All samples of all prompts at once: full prompt pages count once for a group."""
+    stats = finished(engine_of()).trajectory.stats
+    groups, width = PROMPTS.tokens.shape
+    lengths = np.asarray(PROMPTS.lengths)
+    shared = np.maximum(lengths - 1, 0) // 4 * 4
+    everything = (lengths.sum() + NEW * groups) * SAMPLES
+    assert stats.peak_tokens <= everything - (SAMPLES - 1) * shared.sum()
+    assert shared.sum() > 0
+
+
+def test_plain_numerics_queue_too():
+    expected = finished(engine_of(numerics=PLAIN)).trajectory
+    ours = finished(engine_of(numerics=PLAIN, rows=2)).trajectory
+    np.testing.assert_array_equal(ours.tokens, expected.tokens)
+
+
+def test_a_budget_too_small_for_one_row_is_refused():
+    engine = engine_of(rows=4)
+    engine = replace(engine, config=replace(engine.config, cache_bytes=budget(engine, least_pages(engine), 4) - 1))
+    with pytest.raises(InputError, match=r"rollout cache_bytes is \d+; 4 rows .* need at least \d+: raise it"):
+        finished(engine)
+    for name in ("rows", "cache_bytes"):
+        with pytest.raises(InputError, match=f"rollout {name} is 0; it must be at least 1"):
+            engine_of(**{name: 0})

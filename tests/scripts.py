@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from experiments import acceptance_by_rule, evaluate, generate, losslessness, noise_cost, train_grpo
+from experiments import acceptance_by_rule, evaluate, expand, generate, losslessness, noise_cost, train_grpo
 from experiments.common import run_main
 from specrl_jax.data.tokenizers import arithmetic_tokenizer
 from specrl_jax.drafters.eagle3 import Eagle3Drafter
@@ -145,4 +145,5 @@ SCRIPTS = {
     "losslessness": losslessness,
     "acceptance_by_rule": acceptance_by_rule,
     "noise_cost": noise_cost,
+    "expand": expand,
 }

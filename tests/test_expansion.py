@@ -32,7 +32,8 @@ from specrl_jax.models.params import init_params
 from specrl_jax.models.policy import forward, grid_batch, logits, sequence_positions
 from specrl_jax.models.rope import inverse_frequencies
 from specrl_jax.models.tree import Tree
-from specrl_jax.rollout.engine import RolloutConfig, RolloutEngine
+from specrl_jax.rollout.config import RolloutConfig
+from specrl_jax.rollout.engine import RolloutEngine
 from specrl_jax.rollout.sampling import SamplingLaw
 
 pytestmark = pytest.mark.ci

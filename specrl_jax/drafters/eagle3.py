@@ -14,13 +14,13 @@ pairs but attends for the last one alone. Its numerics are always plain: a draft
 decides how many tokens a round emits, never which.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import jax.numpy as jnp
 import numpy as np
 from flax import struct
 from jax import lax
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from specrl_jax.drafters.eagle3_params import Eagle3Config, Eagle3Params, Eagle3Weights
 from specrl_jax.drafters.protocol import Choice, Choose, propose_tree
@@ -33,11 +33,15 @@ _MASKED = -1e30
 
 @struct.dataclass
 class Eagle3State:
-    """keys, values: of the committed pairs. length: their number. hidden: `h2` of each row's last one."""
+    """keys, values: of the committed pairs. length: their number, of which the first `start` cannot be read.
+
+    hidden: `h2` of each row's last one.
+    """
 
     keys: Float[Array, "r g s c"]
     values: Float[Array, "r g s c"]
     length: Int[Array, "r"]
+    start: Int[Array, "r"]
     hidden: Float[Array, "r d"]
 
 
@@ -91,7 +95,8 @@ def init_state(config: Eagle3Config, rows: int, capacity: int) -> Eagle3State:
     dtype = jnp.dtype(config.dtype)
     shape = (rows, config.num_kv_heads, -(-capacity // 8) * 8, config.head_dim)
     hidden = jnp.zeros((rows, config.hidden_size), dtype)
-    return Eagle3State(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype), jnp.zeros((rows,), jnp.int32), hidden)
+    none = jnp.zeros((rows,), jnp.int32)
+    return Eagle3State(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype), none, none, hidden)
 
 
 def _write(
@@ -107,12 +112,13 @@ def _attend(
     q: Float[Array, "r m h c"],
     keys: Float[Array, "r g s c"],
     values: Float[Array, "r g s c"],
+    start: Int[Array, "r"],
     visible: Int[Array, "r"],
     own_keys: Float[Array, "r g e c"],
     own_values: Float[Array, "r g e c"],
-    sees: np.ndarray,
+    sees: Bool[Array, "m e"],
 ) -> Float[Array, "r m h c"]:
-    """Attention of `m` queries per row over the first `visible` cached slots and over `e` keys beside them.
+    """Attention of `m` queries per row over the cached slots from `start` to below `visible` and over `e` keys beside them.
 
     `sees[m, e]` tells which of those beside them a query reads.
     """
@@ -125,9 +131,10 @@ def _attend(
     scores = jnp.einsum("rgsc,rgcm->rgsm", keys, columns, preferred_element_type=jnp.float32)
     scores = lax.optimization_barrier(scores).transpose(0, 1, 3, 2)
     own_scores = jnp.einsum("rgcm,rgec->rgme", columns, own_keys, preferred_element_type=jnp.float32)
-    own_sees = jnp.asarray(np.tile(sees, (grouped.shape[2] // count, 1)))
+    own_sees = jnp.tile(sees, (grouped.shape[2] // count, 1))
     own_scores = jnp.where(own_sees[None, None], own_scores, _MASKED)
-    is_visible = jnp.arange(slots, dtype=jnp.int32)[None] < visible[:, None]
+    slot = jnp.arange(slots, dtype=jnp.int32)[None]
+    is_visible = (slot >= start[:, None]) & (slot < visible[:, None])
     scores = jnp.where(is_visible[:, None, None], scores, _MASKED)
     maximum = jnp.maximum(scores.max(-1, keepdims=True), own_scores.max(-1, keepdims=True))
     mix, own_mix = jnp.exp(scores - maximum), jnp.exp(own_scores - maximum)
@@ -166,9 +173,10 @@ def commit(
     last = jnp.arange(rows, dtype=jnp.int32) * width + jnp.maximum(counts - 1, 0)
     queries = project_queries(config, weights, x[last], jnp.maximum(length - 1, 0))
     own = keys[last][:, :, None], values[last][:, :, None]
-    attended = _attend(queries[:, None], all_keys, all_values, length - 1, *own, np.ones((1, 1), bool))[:, 0]
+    attended = _attend(queries[:, None], all_keys, all_values, state.start, length - 1, *own, jnp.ones((1, 1), bool))[:, 0]
     hidden = mix_and_mlp(config, weights, fused[last], attended)
-    return Eagle3State(all_keys, all_values, length, jnp.where((counts > 0)[:, None], hidden, state.hidden))
+    hidden = jnp.where((counts > 0)[:, None], hidden, state.hidden)
+    return Eagle3State(all_keys, all_values, length, state.start, hidden)
 
 
 def propose(
@@ -205,13 +213,44 @@ def propose(
             queries = project_queries(config, weights, x, positions)
             queries = queries.reshape(rows, count, *queries.shape[1:])
             own = jnp.concatenate(keys, axis=2), jnp.concatenate(values, axis=2)
-            sees = tree.sees[np.ix_(nodes, read)]
-            attended = _attend(queries, state.keys, state.values, state.length, *own, sees)
+            sees = jnp.asarray(tree.sees[np.ix_(nodes, read)])
+            attended = _attend(queries, state.keys, state.values, state.start, state.length, *own, sees)
             attended = attended.reshape(rows * count, *attended.shape[2:])
             hidden = mix_and_mlp(config, weights, fed, attended).reshape(rows, count, -1)
         return draft_logits(config, weights, hidden.reshape(rows * count, -1)).reshape(rows, count, -1)
 
     return propose_tree(tree, choose, params.target_ids, logits_below, rows)
+
+
+@struct.dataclass
+class Drafted:
+    """keys, values: of the drafts so far, with room for more, `[r, g, k, c]`. hidden: `h2` of the last, `[r, d]`."""
+
+    keys: Float[Array, "r g k c"]
+    values: Float[Array, "r g k c"]
+    hidden: Float[Array, "r d"]
+
+
+def advance(
+    config: Eagle3Config,
+    weights: Eagle3Weights,
+    embed: Float[Array, "v d"],
+    state: Eagle3State,
+    carry: Drafted,
+    tokens: Int[Array, "r"],
+    step: Int[Array, ""],
+) -> tuple[Drafted, Float[Array, "r dv"]]:
+    """Take a draft of every row; the logits of the next (see `protocol.ChainDrafter.advance`)."""
+    positions = state.length + step
+    x = attention_input(config, weights, embed, tokens, carry.hidden)
+    new_keys, new_values = project_keys(config, weights, x, positions)
+    keys = lax.dynamic_update_slice_in_dim(carry.keys, new_keys[:, :, None], step, 2)
+    values = lax.dynamic_update_slice_in_dim(carry.values, new_values[:, :, None], step, 2)
+    queries = project_queries(config, weights, x, positions)[:, None]
+    sees = (jnp.arange(keys.shape[2], dtype=jnp.int32) <= step)[None]
+    attended = _attend(queries, state.keys, state.values, state.start, state.length, keys, values, sees)
+    hidden = mix_and_mlp(config, weights, carry.hidden, attended[:, 0])
+    return Drafted(keys, values, hidden), draft_logits(config, weights, hidden)
 
 
 @dataclass(frozen=True)
@@ -252,3 +291,32 @@ class Eagle3Drafter:
     ) -> Choice:
         """Propose a tree of tokens per row, whatever sequence it holds."""
         return propose(self.config, params, embed, state, tree, choose)
+
+    def target_ids(self, params: Eagle3Params) -> Int[Array, "dv"]:
+        """The draft vocabulary."""
+        return params.target_ids
+
+    def begin(
+        self, params: Eagle3Params, embed: Float[Array, "v d"], state: Eagle3State, sequence: Int[Array, "r"], depth: int
+    ) -> tuple[Drafted, Float[Array, "r dv"]]:
+        """Logits after the last committed pair."""
+        rows, groups, _, width = state.keys.shape
+        empty = jnp.zeros((rows, groups, depth, width), state.keys.dtype)
+        return Drafted(empty, empty, state.hidden), draft_logits(self.config, params.weights, state.hidden)
+
+    def advance(
+        self,
+        params: Eagle3Params,
+        embed: Float[Array, "v d"],
+        state: Eagle3State,
+        carry: Drafted,
+        tokens: Int[Array, "r"],
+        step: Int[Array, ""],
+    ) -> tuple[Drafted, Float[Array, "r dv"]]:
+        """Take a draft of every row."""
+        return advance(self.config, params.weights, embed, state, carry, tokens, step)
+
+    def skip(self, state: Eagle3State, counts: Int[Array, "r"]) -> Eagle3State:
+        """Go on after a gap, whose slots are not read."""
+        length = state.length + counts
+        return replace(state, length=length, start=jnp.where(counts > 0, length, state.start))

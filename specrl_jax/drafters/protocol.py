@@ -26,10 +26,12 @@ class Choice:
 
     token: in the policy's vocabulary.
     log_law: the law over the policy's vocabulary that they were drawn from, or None where nobody asks.
+    confidence: log-probability of the best of them under the drafter's law, or None.
     """
 
     token: Int[Array, "..."]
     log_law: Float[Array, "... v"] | None = None
+    confidence: Float[Array, "..."] | None = None
 
 
 Choose = Callable[[Float[Array, "r m dv"], Int[Array, "dv"], Int[Array, "r m d"], int], Choice]
@@ -140,3 +142,30 @@ class Drafter(Protocol):
         Returns:
             Token and law of every node but the root.
         """
+
+
+@runtime_checkable
+class ChainDrafter(Drafter, Protocol):
+    """A drafter that can stop after any draft, as the draft-length controller asks."""
+
+    def target_ids(self, params: Any) -> Int[Array, "dv"]:
+        """Policy token of every column of the draft logits."""
+
+    def begin(
+        self, params: Any, embed: Float[Array, "v d"], state: Any, sequence: Int[Array, "r"], depth: int
+    ) -> tuple[Any, Float[Array, "r dv"]]:
+        """What `advance` carries, with room for `depth` drafts, and the logits of the first."""
+
+    def advance(
+        self,
+        params: Any,
+        embed: Float[Array, "v d"],
+        state: Any,
+        carry: Any,
+        tokens: Int[Array, "r"],
+        step: Int[Array, ""],
+    ) -> tuple[Any, Float[Array, "r dv"]]:
+        """Take draft number `step` of every row, `tokens`; the logits of the next."""
+
+    def skip(self, state: Any, counts: Int[Array, "r"]) -> Any:
+        """Pass over `counts[r]` pairs that nobody can show; where it is not 0, what was read before is forgotten."""

@@ -5,8 +5,12 @@ from dataclasses import dataclass
 
 from specrl_jax.errors import InputError
 from specrl_jax.models.tree import Tree
+from specrl_jax.rollout.control import Body, default_bodies
 from specrl_jax.rollout.rules import Match, Rule
 from specrl_jax.rollout.sampling import SamplingLaw
+
+
+_MOST_BODIES = 12
 
 
 @dataclass(frozen=True)
@@ -14,9 +18,12 @@ class RolloutConfig:
     """max_new_tokens: response tokens at most, end token included.
 
     samples_per_prompt: size of a prompt's group.
-    draft_length: drafts per round on the longest path, 0 for autoregressive decoding.
+    draft_length: drafts per round on the longest path, 0 for autoregressive decoding; the most there can be where
+        the draft length is adaptive.
     law: the sampling law; its end tokens close a response.
     rule: how drafts are drawn and judged, in chains or trees.
+    adaptive: choose the drafts of every round while it runs (`rollout/control.py`); chains, and rule match.
+    bodies: compiled rounds to choose from, at most 12; by default those of `default_bodies`. The ladder is theirs then.
     rows: sequences that are decoded at the same time, on each device; the others wait. By default all.
     cache_bytes: for the keys and values of policy and drafter, on each device; sequences wait, or sit rounds out, when
         they do not fit. By default enough for all rows.
@@ -29,6 +36,8 @@ class RolloutConfig:
     draft_length: int
     law: SamplingLaw
     rule: Rule = Match()
+    adaptive: bool = False
+    bodies: tuple[Body, ...] | None = None
     rows: int | None = None
     cache_bytes: int | None = None
     ladder: tuple[float, ...] = (1.0, 0.5, 0.25, 0.125, 0.0625)
@@ -45,6 +54,13 @@ class RolloutConfig:
             value = getattr(self, name)
             if value is not None and value < least:
                 raise InputError(f"rollout {name} is {value}; it must be at least {least}")
+        if self.adaptive and (self.rule.needs_laws or not self.tree.is_chain or self.draft_length < 1):
+            raise InputError(
+                f"an adaptive draft length needs chains of at least 1 draft and rule match, not {self.rule} with "
+                f"draft_length {self.draft_length}; choose those, or a fixed draft length"
+            )
+        if self.bodies is not None and not 1 <= len(self.bodies) <= _MOST_BODIES:
+            raise InputError(f"rollout bodies names {len(self.bodies)} rounds; choose 1 to {_MOST_BODIES}")
         if not self.law.end_ids:
             raise InputError("rollout end_ids is empty; name at least one end token in the sampling law")
         if not all(0.0 < fraction <= 1.0 for fraction in self.ladder):
@@ -61,6 +77,17 @@ class RolloutConfig:
     def tree(self) -> Tree:
         """The tokens of a round."""
         return self.rule.tree(self.draft_length)
+
+    def bodies_for(self, rows: int) -> tuple[Body, ...]:
+        """Compiled rounds for so many rows; none where the draft length is fixed."""
+        if not self.adaptive:
+            return ()
+        bodies = self.bodies or default_bodies(rows, self.draft_length)
+        if max(body.rows for body in bodies) < rows:
+            raise InputError(f"rollout bodies hold at most {max(body.rows for body in bodies)} rows of {rows}; add one")
+        if any(body.rows > rows or body.tokens < body.rows for body in bodies):
+            raise InputError(f"rollout bodies must have at most {rows} rows and a token for each; got {bodies}")
+        return bodies
 
     def rungs(self, rows: int) -> tuple[int, ...]:
         """Batch sizes of the ladder for `rows` sequences, largest first."""

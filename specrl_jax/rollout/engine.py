@@ -13,6 +13,7 @@ sits in can change what comes out.
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -27,13 +28,16 @@ from specrl_jax.errors import InputError
 from specrl_jax.models.cache import pages_for
 from specrl_jax.models.params import PolicyParams
 from specrl_jax.models.policy import forward, grid_batch, policy_pool, sequence_positions
+from specrl_jax.rollout.adaptive import AdaptiveRound
+from specrl_jax.rollout.control import Body, Control, choose_body, promised_rate
 from specrl_jax.rollout.pool import NO_PAGE, Pool, grant, grow, hold, kept_back, leave, occupancy
-from specrl_jax.rollout.round import Judged, Round
-from specrl_jax.rollout.rows import Rows
+from specrl_jax.rollout.round import Judged
+from specrl_jax.rollout.rows import Rows, Unread
 from specrl_jax.rollout.sampling import with_tokens
 from specrl_jax.rollout.trajectory import RolloutStats, Trajectory
 
 _PREFILL_TOKENS = 512  # prompts are read together up to so many tokens
+_WINDOW = 32  # pairs that wait for an idle drafter, per row
 
 
 @struct.dataclass
@@ -57,6 +61,7 @@ class Batch:
     rows: those of the rung. pool: the cache. waiting: see there.
     started: sequences that have taken a row so far; they do so in order.
     trajectory: what has been emitted.
+    control: what chooses the drafts of a round, and body: its choice; None where the draft length is fixed.
     """
 
     rows: Rows
@@ -64,6 +69,8 @@ class Batch:
     waiting: Waiting
     started: Int[Array, ""]
     trajectory: Trajectory
+    control: Control | None = None
+    body: Int[Array, ""] | None = None
 
 
 @dataclass(frozen=True)
@@ -78,7 +85,7 @@ class Layout:
 
 
 @dataclass(frozen=True)
-class RolloutEngine(Round):
+class RolloutEngine(AdaptiveRound):
     """A round, and the sequences that wait for one."""
 
     def check_prompt_width(self, width: int) -> None:
@@ -127,7 +134,7 @@ class RolloutEngine(Round):
                 )
         return Layout(rows, row_pages, together, prompt_pages, pages)
 
-    def _empty(self, prompts: Prompts) -> Batch:
+    def _empty(self, prompts: Prompts, control: Control | None = None) -> Batch:
         groups, width = prompts.tokens.shape
         self.check_prompt_width(width)
         layout = self.layout(groups, width)
@@ -137,7 +144,21 @@ class RolloutEngine(Round):
         def drafter_state(rows: int) -> Any:
             return self.drafter.init_state(rows, self._slots(width)) if drafts else None  # type: ignore[union-attr]
 
+        bodies = self.config.bodies_for(layout.rows)
+        if (control is None) == bool(bodies) or (control is not None and control.seconds.shape[0] != len(bodies)):
+            raise InputError(
+                f"this rollout has {len(bodies)} rounds to choose from, and a cost table of "
+                f"{0 if control is None else control.seconds.shape[0]}; give one entry for each (`initial_control`)"
+            )
+        unread = record = None
+        if bodies:
+            record = jnp.zeros((layout.rows, 2), jnp.float32)
+            width = len(self.boundaries) * self.policy.hidden_size
+            features = jnp.zeros((layout.rows, _WINDOW, width), jnp.dtype(self.policy.dtype))
+            unread = Unread(jnp.zeros((layout.rows, _WINDOW), jnp.int32), features, none)
         rows = Rows(
+            unread=unread,
+            record=record,
             table=jnp.full((layout.rows, layout.row_pages), NO_PAGE, jnp.int32),
             used=none,
             shared=none,
@@ -156,12 +177,13 @@ class RolloutEngine(Round):
         zero = jnp.int32(0)
         waiting = Waiting(zero, zero, table, drafter_state(layout.prompts))
         pool = Pool(keys, values, jnp.zeros((layout.pool_pages,), jnp.int32))
-        return Batch(rows, pool, waiting, zero, self._empty_trajectory(prompts))
+        trajectory = self._empty_trajectory(prompts, len(bodies))
+        return Batch(rows, pool, waiting, zero, trajectory, control, jnp.int32(-1) if bodies else None)
 
-    def _empty_trajectory(self, prompts: Prompts) -> Trajectory:
+    def _empty_trajectory(self, prompts: Prompts, bodies: int) -> Trajectory:
         count = prompts.tokens.shape[0] * self.config.samples_per_prompt
         shape, zero = (count, self.config.max_new_tokens), jnp.int32(0)
-        at = jnp.zeros((self.config.tree.depth,), jnp.int32)
+        at, used = jnp.zeros((self.config.tree.depth,), jnp.int32), jnp.zeros((bodies,), jnp.int32)
         return Trajectory(
             prompts=prompts,
             tokens=jnp.zeros(shape, jnp.int32),
@@ -170,7 +192,7 @@ class RolloutEngine(Round):
             lengths=jnp.zeros((count,), jnp.int32),
             ended=jnp.zeros((count,), bool),
             entropy_sum=jnp.float32(0.0),
-            stats=RolloutStats(zero, zero, zero, zero, at, zero, zero, zero, zero),
+            stats=RolloutStats(zero, zero, zero, zero, at, at, zero, used, zero, zero, zero),
         )
 
     def _can_read(self, batch: Batch, spare: bool) -> Bool[Array, ""]:
@@ -253,6 +275,8 @@ class RolloutEngine(Round):
             sequence=rows.sequence.at[row].set(sequence),
             keys=rows.keys.at[row].set(keys[sequence]),
             last_token=rows.last_token.at[row].set(prompts.tokens[group, read]),
+            unread=None if rows.unread is None else replace(rows.unread, count=rows.unread.count.at[row].set(zero)),
+            record=None if rows.record is None else rows.record.at[row].set(0.0),
             emitted=rows.emitted.at[row].set(zero),
             rounds=rows.rounds.at[row].set(zero),
             seen=seen,
@@ -278,28 +302,69 @@ class RolloutEngine(Round):
         return self._refill(params, draft_params, keys, self._empty(prompts))
 
     def round(self, params: PolicyParams, draft_params: Any, batch: Batch) -> tuple[Batch, Judged]:
-        """One round of all rows that have the pages for it, and how it was judged."""
-        rows, pool, stalled = grow(batch.rows, batch.pool, self.config.tree.size)
-        live = ~rows.done & ~stalled
+        """One round of fixed draft length, of all rows that have the pages for it, and how it was judged."""
+        tree = self.config.tree
+        rows, pool, live, batch = self._grown(batch, tree.size)
         judged = self.judge(params, draft_params, rows, pool, live)
-        before = rows.done
-        rows, cache, trajectory = self.conclude(params, draft_params, rows, batch.trajectory, judged)
-        pool = pool.with_cache(cache)
+        drafts = jnp.full_like(rows.emitted, tree.depth)
+        after, cache, trajectory = self.conclude(params, draft_params, rows, batch.trajectory, judged, drafts)
+        return self._closed(batch, rows, after, pool.with_cache(cache), trajectory), judged
+
+    def chosen_round(self, params: PolicyParams, draft_params: Any, batch: Batch, index: int, body: Body) -> Batch:
+        """One round of a body that the controller chose, and its next choice."""
+        assert batch.control is not None
+        rows, pool, live, batch = self._grown(batch, body.depth(self.config.draft_length) + 1)
+        rate = promised_rate(batch.control, index, body, self.config.draft_length, live, rows.record)
+        after, pool, trajectory, control = self.adaptive_round(
+            params, draft_params, rows, pool, batch.trajectory, batch.control, body, live, rate
+        )
+        used = trajectory.stats.bodies.at[index].add(1)
+        trajectory = replace(trajectory, stats=replace(trajectory.stats, bodies=used))
+        return self._choose(replace(self._closed(batch, rows, after, pool, trajectory), control=control))
+
+    def _grown(self, batch: Batch, slots: int) -> tuple[Rows, Pool, Bool[Array, "r"], Batch]:
+        """Rows with pages for a round, the pool, and which of them take part."""
+        rows, pool, stalled = grow(batch.rows, batch.pool, slots)
+        stats = batch.trajectory.stats
+        stats = replace(stats, stalled=stats.stalled + jnp.sum(stalled, dtype=jnp.int32))
+        return rows, pool, ~rows.done & ~stalled, replace(batch, trajectory=replace(batch.trajectory, stats=stats))
+
+    def _closed(self, batch: Batch, before: Rows, rows: Rows, pool: Pool, trajectory: Trajectory) -> Batch:
+        """After a round: rows that ended give their pages back."""
         pages, tokens = occupancy(rows, pool)
         stats = trajectory.stats
         stats = replace(
             stats,
-            stalled=stats.stalled + jnp.sum(stalled, dtype=jnp.int32),
             peak_pages=jnp.maximum(stats.peak_pages, pages),
             peak_tokens=jnp.maximum(stats.peak_tokens, tokens),
         )
-        rows, pool = leave(rows, pool, rows.done & ~before)
-        return replace(batch, rows=rows, pool=pool, trajectory=replace(trajectory, stats=stats)), judged
+        rows, pool = leave(rows, pool, rows.done & ~before.done)
+        return replace(batch, rows=rows, pool=pool, trajectory=replace(trajectory, stats=stats))
+
+    def _choose(self, batch: Batch) -> Batch:
+        """The controller's choice of the next body."""
+        if batch.control is None or batch.body is None:
+            return batch
+        rows = batch.rows
+        assert rows.record is not None
+        slots = jnp.sum(jnp.where(rows.done, 0, rows.length))
+        bodies = self.config.bodies_for(self._all_rows(batch))
+        longest = self.config.draft_length
+        body = choose_body(batch.control, bodies, longest, ~rows.done, rows.record, slots, batch.body)
+        return replace(batch, body=body)
+
+    def _all_rows(self, batch: Batch) -> int:
+        """Rows of the largest rung."""
+        return self.layout(*batch.trajectory.prompts.tokens.shape).rows
 
     def rollout(
-        self, params: PolicyParams, draft_params: Any, prompts: Prompts, keys: UInt32[Array, "b 2"]
+        self,
+        params: PolicyParams,
+        draft_params: Any,
+        prompts: Prompts,
+        keys: UInt32[Array, "b 2"],
     ) -> Trajectory:
-        """Sample `samples_per_prompt` responses to every prompt.
+        """Sample `samples_per_prompt` responses to every prompt with a fixed draft length.
 
         Args:
             params: the policy's.
@@ -310,34 +375,63 @@ class RolloutEngine(Round):
         """
         return self.finish(params, draft_params, self._empty(prompts), keys).trajectory
 
+    def adaptive_rollout(
+        self,
+        params: PolicyParams,
+        draft_params: Any,
+        prompts: Prompts,
+        keys: UInt32[Array, "b 2"],
+        control: Control,
+    ) -> tuple[Trajectory, Control]:
+        """`rollout` with the drafts of every round chosen by `control`, which is returned with what it learned."""
+        batch = self.finish(params, draft_params, self._empty(prompts, control), keys)
+        assert batch.control is not None
+        return batch.trajectory, batch.control
+
     def finish(self, params: PolicyParams, draft_params: Any, batch: Batch, keys: UInt32[Array, "b 2"]) -> Batch:
         """Go on until every sequence has ended."""
         rungs = self.config.rungs(batch.rows.done.shape[0])
+        bodies = self.config.bodies_for(batch.rows.done.shape[0])
+
+        def live(batch: Batch) -> Int[Array, ""]:
+            return jnp.sum(~batch.rows.done, dtype=jnp.int32)
 
         def turn(batch: Batch) -> Batch:
-            batch = self._refill(params, draft_params, keys, batch)
-            for size, next_size in zip(rungs, (*rungs[1:], 0), strict=True):
-                batch = self._on_rung(params, draft_params, batch, size, next_size)
+            batch = self._choose(self._refill(params, draft_params, keys, batch))
+            for size, next_size in zip(rungs, (*rungs[1:], 0), strict=True) if not bodies else ():
+
+                def fits(batch: Batch, size: int = size, next_size: int = next_size) -> Bool[Array, ""]:
+                    return (live(batch) > next_size) & (live(batch) <= size)
+
+                batch = self._on_rung(batch, size, fits, lambda b: self.round(params, draft_params, b)[0])
+            for index, body in enumerate(bodies):
+
+                def chosen(batch: Batch, index: int = index) -> Bool[Array, ""]:
+                    return (live(batch) > 0) & (batch.body == index)
+
+                def step(batch: Batch, index: int = index, body: Body = body) -> Batch:
+                    return self.chosen_round(params, draft_params, batch, index, body)
+
+                batch = self._on_rung(batch, body.rows, chosen, step)
             return batch
 
-        return lax.while_loop(lambda b: jnp.any(~b.rows.done) | (b.started < keys.shape[0]), turn, batch)
+        return lax.while_loop(lambda b: (live(b) > 0) | (b.started < keys.shape[0]), turn, batch)
 
-    def _on_rung(self, params: PolicyParams, draft_params: Any, batch: Batch, size: int, next_size: int) -> Batch:
-        """Rounds of `size` rows, until the live ones fit the next rung or a waiting sequence can start.
+    def _on_rung(
+        self, batch: Batch, size: int, fits: Callable[[Batch], Bool[Array, ""]], step: Callable[[Batch], Batch]
+    ) -> Batch:
+        """Rounds of `size` rows while they fit and no waiting sequence can start.
 
         A loop that is not entered costs nothing, and loops in a row keep the cache in place; of a `lax.switch`
         XLA copies it.
         """
         spare = size < batch.rows.done.shape[0]
 
-        def fits(batch: Batch, spare: bool) -> Bool[Array, ""]:
-            live = jnp.sum(~batch.rows.done)
-            refill = self._can_read(batch, spare) | self._can_start(batch, spare)
-            return (live > next_size) & (live <= size) & ~refill
+        def goes_on(batch: Batch, spare: bool) -> Bool[Array, ""]:
+            return fits(batch) & ~self._can_read(batch, spare) & ~self._can_start(batch, spare)
 
         def rounds(batch: Batch) -> Batch:
-            step = lambda b: self.round(params, draft_params, b)[0]  # noqa: E731
-            return lax.while_loop(lambda b: fits(b, spare), step, batch)
+            return lax.while_loop(lambda b: goes_on(b, spare), step, batch)
 
         def on_some(batch: Batch) -> Batch:
             live_first = jnp.argsort(batch.rows.done, stable=True)[:size]
@@ -346,4 +440,4 @@ class RolloutEngine(Round):
             rows = jax.tree.map(lambda all_, x: all_.at[live_first].set(x), batch.rows, after.rows)
             return replace(after, rows=rows)
 
-        return lax.while_loop(lambda b: fits(b, False), on_some, batch) if spare else rounds(batch)
+        return lax.while_loop(lambda b: goes_on(b, False), on_some, batch) if spare else rounds(batch)

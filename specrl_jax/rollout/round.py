@@ -111,9 +111,9 @@ class Round:
         config, law, vocab_size = self.config, self.config.law, self.policy.vocab_size
         keys = config.rule.draft_keys(rows.keys, rows.rounds)
 
-        def choose(logits: Array, target_ids: Array, before: Array, count: int) -> Choice:
+        def choose(logits: Array, target_ids: Array, before: Array, count: int, step: Any = None) -> Choice:
             shape, depth = logits.shape[:2], before.shape[2]
-            position = jnp.repeat(rows.emitted + depth, shape[1])
+            position = jnp.repeat(rows.emitted + (depth if step is None else step), shape[1])
             seen = None if rows.seen is None else jnp.repeat(rows.seen, shape[1], axis=0)
             if seen is not None and depth:
                 seen = with_drafts(seen, before.reshape(-1, depth))
@@ -123,7 +123,8 @@ class Round:
                 scores = law.perturbed(log_q, jnp.repeat(keys, shape[1], axis=0), position, target_ids)
             token = target_ids[best(scores, count)]
             if not config.rule.needs_laws:
-                return Choice(token.reshape(*shape, count))
+                confidence = jnp.take_along_axis(log_q, best(scores), axis=1)
+                return Choice(token.reshape(*shape, count), confidence=confidence.reshape(shape))
             if config.rule.argmax_drafts or law.greedy:
                 log_law = one_hot_law(token, vocab_size)[:, 0]
             else:
@@ -152,25 +153,39 @@ class Round:
         return Judged(live, out, law, log_p, choice, proposed)
 
     def conclude(
-        self, params: PolicyParams, draft_params: Any, rows: Rows, trajectory: Trajectory, judged: Judged
+        self,
+        params: PolicyParams,
+        draft_params: Any,
+        rows: Rows,
+        trajectory: Trajectory,
+        judged: Judged,
+        drafts: Int[Array, "r"],
     ) -> tuple[Rows, KVCache, Trajectory]:
-        """Emit what a round decided and advance every row; the cache is the rows' with the round's tokens in it."""
-        tree = self.config.tree
+        """Emit what a round decided and advance every row.
+
+        Args:
+            drafts: depth that each row drafted; where no row drafted any, the drafter reads nothing.
+
+        Returns:
+            Rows, their cache with the round's tokens in it, and the trajectory.
+        """
+        drafted = judged.choice.token.shape[1] > 0
         proposed, live, cache = judged.proposed, judged.live, judged.out.cache
         assert cache is not None
-        law = self._emitted_law(judged) if self.speculative else judged.law
+        law = self._emitted_law(judged) if drafted else judged.law
         verdict = cut(
             proposed,
             ends=is_end(proposed.tokens, self.config.law.end_ids),
             room=jnp.where(live, self.config.max_new_tokens - rows.emitted, 0),
         )
         drafter = rows.drafter
-        if self.drafter is not None and self.speculative:
-            features = along(proposed.path, self.features(judged.out, live.shape[0], tree.size))
+        if self.drafter is not None and drafted:
+            queries = judged.choice.token.shape[1] + 1
+            features = along(proposed.path, self.features(judged.out, live.shape[0], queries))
             drafter = self.drafter.commit(
                 draft_params, params.embed, drafter, proposed.tokens, features, verdict.counts
             )
-        trajectory = replace(trajectory, stats=count_round(trajectory.stats, verdict, live, tree.depth))
+        trajectory = replace(trajectory, stats=count_round(trajectory.stats, verdict, live, drafts))
         if proposed.path is not None:
             cache = keep_path(cache, rows.length, proposed.path)
         trajectory, rows = emit(trajectory, rows, law, verdict.counts, self.config.law.end_ids)

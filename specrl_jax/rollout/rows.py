@@ -6,11 +6,23 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import struct
-from jaxtyping import Array, Bool, Int, UInt32
+from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from specrl_jax.rollout.sampling import TokenLaw, with_tokens
 from specrl_jax.rollout.trajectory import RolloutStats, Trajectory
 from specrl_jax.rollout.verification import Verdict
+
+
+@struct.dataclass
+class Unread:
+    """Pairs that an idle drafter has yet to read: the last of them, in a ring by position.
+
+    tokens: `[r, w]`. features: `[r, w, fd]`. count: pairs of each row, more than `w` where the first are lost, `[r]`.
+    """
+
+    tokens: Int[Array, "r w"]
+    features: Float[Array, "r w fd"]
+    count: Int[Array, "r"]
 
 
 @struct.dataclass
@@ -21,6 +33,8 @@ class Rows:
         held by the whole group, `[r]`.
     length: tokens in the cache, `[r]`.
     drafter: the drafter's state, or None.
+    unread: what the drafter has yet to read, and record: drafts of late and how many of them were accepted, `[r, 2]`;
+        None where the draft length is fixed.
     sequence: which sequence the row holds, `[r]`.
     keys: its noise key, `[r, 2]`.
     last_token: its newest token, emitted but not yet in the cache, `[r]`.
@@ -35,6 +49,8 @@ class Rows:
     shared: Int[Array, "r"]
     length: Int[Array, "r"]
     drafter: Any
+    unread: Unread | None
+    record: Float[Array, "r 2"] | None
     sequence: Int[Array, "r"]
     keys: UInt32[Array, "r 2"]
     last_token: Int[Array, "r"]
@@ -82,18 +98,23 @@ def emit(
     return trajectory, rows
 
 
-def count_round(stats: RolloutStats, verdict: Verdict, live: Bool[Array, "r"], drafts: int) -> RolloutStats:
-    """The counts with those of one round of every live row."""
+def count_round(
+    stats: RolloutStats, verdict: Verdict, live: Bool[Array, "r"], drafts: Int[Array, "r"]
+) -> RolloutStats:
+    """The counts with those of one round of every live row; `drafts` is the depth that each row drafted."""
     stats = replace(stats, steps=stats.steps + jnp.sum(live))
-    if drafts == 0:
+    if stats.accepted_at.shape[0] == 0:
         return stats
-    whole, cut = live & ~verdict.cut, live & verdict.cut
-    reached = verdict.accepted[:, None] > jnp.arange(drafts, dtype=jnp.int32)[None]
+    took_part = live & (drafts > 0)
+    whole, cut = took_part & ~verdict.cut, took_part & verdict.cut
+    depth = jnp.arange(stats.accepted_at.shape[0], dtype=jnp.int32)[None]
+    reached, drafted = verdict.accepted[:, None] > depth, drafts[:, None] > depth
     return replace(
         stats,
         rounds=stats.rounds + jnp.sum(whole),
         accepted=stats.accepted + jnp.sum(jnp.where(whole, verdict.accepted, 0)),
         cut_rounds=stats.cut_rounds + jnp.sum(cut),
         cut_accepted=stats.cut_accepted + jnp.sum(jnp.where(cut, verdict.accepted, 0)),
+        drafted_at=stats.drafted_at + jnp.sum(drafted & whole[:, None], axis=0, dtype=jnp.int32),
         accepted_at=stats.accepted_at + jnp.sum(reached & whole[:, None], axis=0, dtype=jnp.int32),
     )

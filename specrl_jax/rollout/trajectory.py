@@ -17,8 +17,9 @@ class RolloutStats:
 
     rounds, accepted: rounds that were not cut, and drafts accepted in them.
     cut_rounds, cut_accepted: the same for rounds that were cut.
-    accepted_at: uncut rounds that accepted their draft `i`, `[k]`.
+    drafted_at, accepted_at: uncut rounds that had a draft `i`, and that accepted it, `[k]`.
     steps: forwards of a live row after prefill (rounds, or single-token steps at k = 0).
+    bodies: rounds of each body (`rollout/control.py`), `[n]`; none where the draft length is fixed.
     stalled: rounds that a live row sat out for want of cache.
     peak_pages, peak_tokens: most pages of the cache that were held at a time, and most tokens in them, a shared prompt
         counted once.
@@ -28,8 +29,10 @@ class RolloutStats:
     accepted: Int[Array, ""]
     cut_rounds: Int[Array, ""]
     cut_accepted: Int[Array, ""]
+    drafted_at: Int[Array, "k"]
     accepted_at: Int[Array, "k"]
     steps: Int[Array, ""]
+    bodies: Int[Array, "n"]
     stalled: Int[Array, ""]
     peak_pages: Int[Array, ""]
     peak_tokens: Int[Array, ""]

@@ -1,0 +1,223 @@
+"""A round whose drafts are dealt out while it runs.
+
+The body (`rollout/control.py`) says how many tokens the policy reads. The drafter proposes chains, one
+token of every row at a time, until another is not worth its time; the tokens go to the drafts that are
+likeliest to survive, and the policy reads them packed, rows of different lengths side by side.
+
+Without drafts the drafter does nothing: features of tokens that it has not read wait in a ring per row and
+are read when drafting resumes; of a row that has fallen behind further, the drafter starts anew at the ring's first.
+"""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int
+
+from specrl_jax.drafters.protocol import ChainDrafter, Choice
+from specrl_jax.models.params import PolicyParams
+from specrl_jax.models.policy import ForwardOutput, TokenBatch, forward, grid_batch
+from specrl_jax.models.tree import Tree
+from specrl_jax.rollout.control import (
+    Body,
+    Control,
+    allocate,
+    expected_acceptance,
+    learn,
+    worth_another_step,
+)
+from specrl_jax.rollout.draws import KeyedDraws
+from specrl_jax.rollout.noise import round_keys
+from specrl_jax.rollout.pool import Pool
+from specrl_jax.rollout.round import Judged, Round, with_drafts
+from specrl_jax.rollout.rows import Rows, Unread
+from specrl_jax.rollout.sampling import Context, TokenLaw, sample_tokens
+from specrl_jax.rollout.trajectory import Trajectory
+from specrl_jax.rollout.verification import Proposed
+
+_CHUNK = 8  # unread pairs are read so many at a time
+
+
+@dataclass(frozen=True)
+class Dealt:
+    """Drafts of a round. token, confidence: `[r, k]`. lengths: how many of a row are verified, `[r]`."""
+
+    token: Int[Array, "r k"]
+    confidence: Float[Array, "r k"]
+    lengths: Int[Array, "r"]
+
+
+@dataclass(frozen=True)
+class AdaptiveRound(Round):
+    """Rounds whose number of drafts is chosen while they run; `config.draft_length` bounds a row's."""
+
+    @property
+    def chain_drafter(self) -> ChainDrafter:
+        """The drafter."""
+        assert isinstance(self.drafter, ChainDrafter)
+        return self.drafter
+
+    def catch_up(self, params: PolicyParams, draft_params: Any, rows: Rows) -> Rows:
+        """Let the drafter read what was emitted while nothing was drafted."""
+        unread = rows.unread
+        assert unread is not None
+        window = unread.tokens.shape[1]
+        drafter = self.chain_drafter.skip(rows.drafter, jnp.maximum(unread.count - window, 0))
+        left = jnp.minimum(unread.count, window)
+
+        def chunk(state: tuple[Any, Int[Array, "r"]]) -> tuple[Any, Int[Array, "r"]]:
+            drafter, left = state
+            slots = (drafter.length[:, None] + jnp.arange(_CHUNK, dtype=jnp.int32)[None]) % window
+            tokens = jnp.take_along_axis(unread.tokens, slots, axis=1)
+            features = jnp.take_along_axis(unread.features, slots[..., None], axis=1)
+            counts = jnp.minimum(left, _CHUNK)
+            drafter = self.chain_drafter.commit(draft_params, params.embed, drafter, tokens, features, counts)
+            return drafter, left - counts
+
+        drafter, _ = lax.while_loop(lambda state: jnp.any(state[1] > 0), chunk, (drafter, left))
+        return replace(rows, drafter=drafter, unread=replace(unread, count=jnp.zeros_like(unread.count)))
+
+    def deal(
+        self,
+        params: PolicyParams,
+        draft_params: Any,
+        rows: Rows,
+        control: Control,
+        body: Body,
+        live: Bool[Array, "r"],
+        rate: Float[Array, ""],
+    ) -> Dealt:
+        """Draft until it is no longer worth it, and choose which drafts are verified."""
+        drafter, embed, depth = self.chain_drafter, params.embed, body.depth(self.config.draft_length)
+        choose, rows_count = self._chooser(rows), live.shape[0]
+        ids = drafter.target_ids(draft_params)
+        budget = body.tokens - jnp.sum(live, dtype=jnp.int32)
+        room = jnp.where(live, self.config.max_new_tokens - 1 - rows.emitted, 0)
+        before = jnp.zeros((rows_count, depth), jnp.int32)
+        none = jnp.zeros((rows_count, depth), jnp.float32)
+        carry, logits = drafter.begin(draft_params, embed, rows.drafter, rows.sequence, depth)
+
+        def drafted(step: Int[Array, ""], logits: Array, tokens: Array, confidence: Array, survival: Array) -> Any:
+            choice = choose(logits[:, None], ids, tokens[:, None, :0], 1, step)
+            token, sure = choice.token[:, 0, 0], jnp.exp(choice.confidence[:, 0])  # type: ignore[index]
+            above = jnp.where(step == 0, 1.0, survival[:, jnp.maximum(step - 1, 0)])
+            survives = jnp.where(step < room, above * expected_acceptance(control, sure), 0.0)
+            # Of equals the shallower draft comes first, so that a row's drafts are never dealt without those before.
+            return (
+                tokens.at[:, step].set(token),
+                confidence.at[:, step].set(sure),
+                survival.at[:, step].set(survives),
+            )
+
+        def more(state: Any) -> Bool[Array, ""]:
+            step, _, _, _, survival = state
+            last = survival[:, step - 1]
+            better = jnp.sum((survival > 0.0) & (survival >= jnp.max(last)), dtype=jnp.int32)
+            return (step < depth) & worth_another_step(control, last, budget - better + 1, rate)
+
+        def another(state: Any) -> Any:
+            step, carry, tokens, confidence, survival = state
+            carry, logits = drafter.advance(draft_params, embed, rows.drafter, carry, tokens[:, step - 1], step - 1)
+            return step + 1, carry, *drafted(step, logits, tokens, confidence, survival)
+
+        first = drafted(jnp.int32(0), logits, before, none, none)
+        _, _, tokens, confidence, survival = lax.while_loop(more, another, (jnp.int32(1), carry, *first))
+        return Dealt(tokens, confidence, allocate(survival, budget))
+
+    def _packed(self, rows: Rows, body: Body, dealt: Dealt, live: Bool[Array, "r"]) -> tuple[TokenBatch, Any]:
+        """The tokens of a round side by side, with row and query of each; and where each `[row, query]` lies."""
+        depth = dealt.token.shape[1]
+        count = jnp.where(live, 1 + dealt.lengths, 0)
+        ends = jnp.cumsum(count, dtype=jnp.int32)
+        index = jnp.arange(body.tokens, dtype=jnp.int32)
+        row = jnp.minimum(jnp.searchsorted(ends, index, side="right").astype(jnp.int32), live.shape[0] - 1)
+        query = jnp.clip(index - (ends - count)[row], 0, depth)
+        tokens = jnp.concatenate([rows.last_token[:, None], dealt.token], axis=1)[row, query]
+        positions = jnp.where(index < ends[-1], rows.length[row] + query, -1)
+        steps = jnp.arange(1 + depth, dtype=jnp.int32)[None]
+        where = jnp.minimum((ends - count)[:, None] + steps, body.tokens - 1)
+        batch = TokenBatch(tokens, row, positions, live.shape[0], 1 + depth, is_grid=live.shape[0] == 1)
+        return batch, (row, query, where)
+
+    def judge_dealt(
+        self, params: PolicyParams, rows: Rows, pool: Pool, body: Body, dealt: Dealt, live: Bool[Array, "r"]
+    ) -> Judged:
+        """Verify what was dealt."""
+        config, depth = self.config, dealt.token.shape[1]
+        batch, (row, query, where) = self._packed(rows, body, dealt, live)
+        out = forward(
+            params, self.policy, batch, numerics=self.numerics, cache=pool.cache(rows), boundaries=self.boundaries
+        )
+        seen = None
+        if rows.seen is not None:
+            views = [rows.seen]
+            for step in range(depth):
+                views.append(with_drafts(views[-1], dealt.token[:, step : step + 1]))
+            seen = jnp.stack(views, axis=1)[row, query]
+        context = Context(rows.emitted[row] + query, seen)
+        law, _ = sample_tokens(params, self.policy, config.law, out.hidden, rows.keys[row], context, self.numerics)
+        grid: TokenLaw = jax.tree.map(lambda x: x[where], law)
+        steps = jnp.arange(depth, dtype=jnp.int32)[None]
+        drafts = jnp.where(steps < dealt.lengths[:, None], dealt.token, -1)  # no token, so that it is never drawn
+        draws = KeyedDraws(round_keys(rows.keys, rows.rounds))
+        proposed = config.rule.decide(Tree.chain(depth), drafts, grid.token, None, None, draws)
+        features = None if out.features is None else out.features[where].reshape(-1, out.features.shape[1])
+        laws = jax.tree.map(lambda x: x.reshape(-1), grid)
+        return Judged(live, ForwardOutput(out.hidden, features, out.cache), laws, None, Choice(drafts), proposed)
+
+    def judge_alone(self, params: PolicyParams, rows: Rows, pool: Pool, live: Bool[Array, "r"]) -> Judged:
+        """One token of every row, without drafts."""
+        positions = jnp.where(live, rows.length, -1)[:, None]
+        batch = grid_batch(rows.last_token[:, None], positions)
+        out, law, _ = self._forward_and_sample(params, rows, pool, batch, jnp.zeros((live.shape[0], 0), jnp.int32))
+        proposed = Proposed(law.token[:, None], jnp.zeros_like(rows.emitted))
+        return Judged(live, out, law, None, Choice(jnp.zeros((live.shape[0], 0), jnp.int32)), proposed)
+
+    def wait(self, rows: Rows, judged: Judged, before: Rows) -> Rows:
+        """After a round without drafts: its pair waits in the ring."""
+        unread = rows.unread
+        assert unread is not None
+        advanced = rows.length > before.length
+        index = jnp.arange(advanced.shape[0], dtype=jnp.int32)
+        window = unread.tokens.shape[1]
+        slot = jnp.where(advanced, before.length % window, window)
+        features = self.features(judged.out, advanced.shape[0], 1)[:, 0]
+        unread = Unread(
+            tokens=unread.tokens.at[index, slot].set(rows.last_token, mode="drop"),
+            features=unread.features.at[index, slot].set(features, mode="drop"),
+            count=unread.count + advanced.astype(jnp.int32),
+        )
+        return replace(rows, unread=unread)
+
+    def adaptive_round(
+        self,
+        params: PolicyParams,
+        draft_params: Any,
+        rows: Rows,
+        pool: Pool,
+        trajectory: Trajectory,
+        control: Control,
+        body: Body,
+        live: Bool[Array, "r"],
+        rate: Float[Array, ""],
+    ) -> tuple[Rows, Pool, Trajectory, Control]:
+        """One round of a body; `rate` are the tokens per second that it promises."""
+        depth = body.depth(self.config.draft_length)
+        if depth == 0:
+            judged = self.judge_alone(params, rows, pool, live)
+            after, cache, trajectory = self.conclude(
+                params, draft_params, rows, trajectory, judged, jnp.zeros_like(rows.emitted)
+            )
+            return self.wait(after, judged, rows), pool.with_cache(cache), trajectory, control
+        rows = self.catch_up(params, draft_params, rows)
+        dealt = self.deal(params, draft_params, rows, control, body, live, rate)
+        judged = self.judge_dealt(params, rows, pool, body, dealt, live)
+        after, cache, trajectory = self.conclude(params, draft_params, rows, trajectory, judged, dealt.lengths)
+        emitted = after.length - rows.length
+        counted = live & (emitted == judged.proposed.accepted + 1)
+        control, record = learn(
+            control, rows.record, dealt.confidence, dealt.lengths, judged.proposed.accepted, counted
+        )
+        return replace(after, record=record), pool.with_cache(cache), trajectory, control

@@ -1,0 +1,190 @@
+"""Which round comes next: how many rows, how many tokens, and whose.
+
+Speculation pays while a round's tokens per second rise with its drafts. `Control` holds what
+is needed to tell: seconds of every compiled round (a `Body`, known by its rows and tokens), and how
+often drafts have been accepted, by the drafter's confidence and by row. It is data, not code: the
+same program runs under any cost table, and a table that is saved and restored decides alike.
+
+1. Before a round, every body is valued by the tokens expected of it, with the rows' records.
+2. While drafting, a row's survival is the product of what drafts of that confidence have been
+   accepted; drafting stops when the next draft is not worth its time.
+3. The tokens of the body go to the drafts that are likeliest to survive, whatever row they are of.
+"""
+
+from dataclasses import dataclass, replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import struct
+from jaxtyping import Array, Bool, Float, Int
+
+from specrl_jax.errors import InputError
+
+BINS = 16
+_MEMORY = 0.98  # of a row's record, per round; half of it is 34 rounds old
+_PRIOR = 4.0  # drafts' worth of the overall acceptance in a row's record
+_SWITCH = 0.02  # another body must promise so much more before the loop is left
+
+
+@dataclass(frozen=True)
+class Body:
+    """A compiled round. rows: at most so many. tokens: of all rows together, the newest one of each included."""
+
+    rows: int
+    tokens: int
+
+    def depth(self, longest: int) -> int:
+        """Drafts of a row at most: twice its even share, so that rows can differ."""
+        spare = self.tokens - self.rows
+        return min(longest, spare, max(2 * spare // self.rows, 1)) if spare else 0
+
+
+def default_bodies(rows: int, longest: int) -> tuple[Body, ...]:
+    """At most 12: of three sizes (all rows, a quarter, a sixteenth, or a single row), each with 0, 1, 3, 7 drafts a row."""
+    sizes = [rows]
+    while sizes[-1] > 1 and len(sizes) < 3:
+        sizes.append(max(1, -(-sizes[-1] // 4)) if len(sizes) < 2 or sizes[-1] > 8 else 1)
+    shares = sorted({min(share, longest) for share in (0, 1, 3, 7)})
+    return tuple(Body(size, size * (1 + share)) for size in sizes for share in shares)
+
+
+@struct.dataclass
+class Control:
+    """The controller's state.
+
+    seconds: of a round of each body with nothing in the cache, `[n]`. per_slot: more for each token in the cache of a
+        live row. per_step: of a draft step.
+    drafted, accepted: verified drafts and accepted ones, by confidence, `[bins]`.
+    """
+
+    seconds: Float[Array, "n"]
+    per_slot: Float[Array, ""]
+    per_step: Float[Array, ""]
+    drafted: Float[Array, "bins"]
+    accepted: Float[Array, "bins"]
+
+
+def initial_control(seconds: np.ndarray, per_slot: float = 0.0, per_step: float = 0.0) -> Control:
+    """A controller that has seen nothing but a cost table; drafts are first believed as the drafter believes them."""
+    if not np.all(np.asarray(seconds) > 0):
+        raise InputError(f"cost table is {list(map(float, seconds))}; every entry must be a positive number of seconds")
+    middle = (np.arange(BINS) + 0.5) / BINS
+    return Control(
+        jnp.asarray(seconds, jnp.float32),
+        jnp.float32(per_slot),
+        jnp.float32(per_step),
+        drafted=jnp.full((BINS,), 2.0),
+        accepted=jnp.asarray(2.0 * middle, jnp.float32),
+    )
+
+
+def bin_of(confidence: Float[Array, "*n"]) -> Int[Array, "*n"]:
+    """Which bin a draft belongs to; confidence is its probability under the drafter's law."""
+    return jnp.clip((confidence * BINS).astype(jnp.int32), 0, BINS - 1)
+
+
+def expected_acceptance(control: Control, confidence: Float[Array, "*n"]) -> Float[Array, "*n"]:
+    """How often drafts of such confidence have been accepted."""
+    return (control.accepted / control.drafted)[bin_of(confidence)]
+
+
+def row_acceptance(control: Control, record: Float[Array, "r 2"]) -> Float[Array, "r"]:
+    """How often drafts of each row have been accepted of late, `record` being (drafted, accepted)."""
+    overall = jnp.sum(control.accepted) / jnp.sum(control.drafted)
+    return jnp.minimum((record[:, 1] + _PRIOR * overall) / (record[:, 0] + _PRIOR), 0.99)
+
+
+def _expected_tokens(
+    control: Control, body: Body, longest: int, live: Bool[Array, "r"], record: Float[Array, "r 2"]
+) -> Float[Array, ""]:
+    """Tokens that a round of a body emits, its drafts dealt to the rows as their records advise."""
+    acceptance = jnp.where(live, row_acceptance(control, record), 0.0)
+    depth = jnp.arange(1, body.depth(longest) + 1, dtype=jnp.float32)
+    best = -jnp.sort(-(acceptance[:, None] ** depth[None]).reshape(-1))
+    count = jnp.sum(live, dtype=jnp.int32)
+    taken = jnp.arange(best.shape[0], dtype=jnp.int32) < body.tokens - count
+    return count.astype(jnp.float32) + jnp.sum(jnp.where(taken, best, 0.0))
+
+
+def promised_rate(
+    control: Control, index: int, body: Body, longest: int, live: Bool[Array, "r"], record: Float[Array, "r 2"]
+) -> Float[Array, ""]:
+    """Tokens per second that body number `index` promises, without what the context costs."""
+    return _expected_tokens(control, body, longest, live, record) / control.seconds[index]
+
+
+def choose_body(
+    control: Control,
+    bodies: tuple[Body, ...],
+    longest: int,
+    live: Bool[Array, "r"],
+    record: Float[Array, "r 2"],
+    slots: Int[Array, ""],
+    now: Int[Array, ""],
+) -> Int[Array, ""]:
+    """The body of the most expected tokens per second; the current one unless another is clearly better.
+
+    Args:
+        control, bodies, longest: cost table, what it is of, and drafts of a row at most.
+        live: rows that take part. record: of every row.
+        slots: tokens in their caches. now: the current body, or -1.
+    """
+    tokens = jnp.stack([_expected_tokens(control, body, longest, live, record) for body in bodies])
+    fits = jnp.array([body.rows for body in bodies], jnp.int32) >= jnp.sum(live)
+    seconds = control.seconds + control.per_slot * slots.astype(jnp.float32)
+    rate = jnp.where(fits, tokens / seconds, 0.0)
+    best = jnp.argmax(rate).astype(jnp.int32)
+    stay = (now >= 0) & (rate[now] * (1.0 + _SWITCH) >= rate[best]) & fits[now]
+    return jnp.where(stay, now, best)
+
+
+def worth_another_step(
+    control: Control, survival: Float[Array, "r"], spare: Int[Array, ""], rate: Float[Array, ""]
+) -> Bool[Array, ""]:
+    """Whether one more draft of every row is worth its time at this many tokens per second.
+
+    The drafts of the next depth survive a little less than those of the last, `survival`; no more than `spare`
+    of them can be verified.
+    """
+    best = -jnp.sort(-survival)
+    taken = jnp.arange(best.shape[0], dtype=jnp.int32) < spare
+    acceptance = jnp.sum(control.accepted) / jnp.sum(control.drafted)
+    gain = acceptance * jnp.sum(jnp.where(taken, best, 0.0))
+    return (spare > 0) & (gain >= rate * control.per_step)
+
+
+def allocate(survival: Float[Array, "r k"], budget: Int[Array, ""]) -> Int[Array, "r"]:
+    """Drafts of each row, `budget` in all: those likeliest to survive. Survival falls along a row; 0 is no draft."""
+    flat = survival.reshape(-1)
+    rank = jnp.argsort(jnp.argsort(-flat, stable=True), stable=True)
+    taken = (rank < budget) & (flat > 0.0)
+    return jnp.sum(taken.reshape(survival.shape), axis=1, dtype=jnp.int32)
+
+
+def learn(
+    control: Control,
+    record: Float[Array, "r 2"],
+    confidence: Float[Array, "r k"],
+    lengths: Int[Array, "r"],
+    accepted: Int[Array, "r"],
+    counted: Bool[Array, "r"],
+) -> tuple[Control, Float[Array, "r 2"]]:
+    """What a round's verified drafts say: those accepted, and the first that was not.
+
+    Args:
+        control, record: before the round.
+        confidence: of every draft. lengths: drafts of each row. accepted: how many of them were.
+        counted: rows whose round was not cut short.
+    """
+    depth = jnp.arange(confidence.shape[1], dtype=jnp.int32)[None]
+    judged = counted[:, None] & (depth < lengths[:, None]) & (depth <= accepted[:, None])
+    yes = judged & (depth < accepted[:, None])
+    one_hot = jax.nn.one_hot(bin_of(confidence), BINS)
+
+    def total(which: Bool[Array, "r k"]) -> Float[Array, "bins"]:
+        return jnp.sum(jnp.where(which[..., None], one_hot, 0.0), axis=(0, 1))
+
+    control = replace(control, drafted=control.drafted + total(judged), accepted=control.accepted + total(yes))
+    seen = jnp.stack([jnp.sum(judged, axis=1), jnp.sum(yes, axis=1)], axis=1).astype(jnp.float32)
+    return control, record * _MEMORY + seen

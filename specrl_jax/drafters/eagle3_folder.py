@@ -75,12 +75,14 @@ def _as_llama(config: Eagle3Config) -> PolicyConfig:
 def config_json(config: Eagle3Config) -> dict[str, Any]:
     """The config.json of a head.
 
-    SpecForge counts layers from 0 and reads their outputs, so its ids are the boundaries less 1. The boundaries
-    themselves stand beside them: other ids are read differently by different engines.
+    SpecForge counts layers from 0 and reads their outputs, so its ids are the boundaries less 1. vLLM takes ids as
+    boundaries, also those of SpecForge where it finds no others, so that the boundaries stand at the top for it.
+    Other engines read ids of their own choice; we read `residual_boundaries`.
     """
     return config_to_hf(_as_llama(config)) | {
         "architectures": [_ARCHITECTURE],
         "draft_vocab_size": config.draft_vocab_size,
+        _LAYER_IDS: list(config.boundaries),
         "eagle_config": {
             _LAYER_IDS: [boundary - 1 for boundary in config.boundaries],
             "use_aux_hidden_state": True,

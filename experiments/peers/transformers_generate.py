@@ -89,7 +89,7 @@ def _recorder(width: int) -> Any:
     import torch
     from transformers import LogitsProcessor
 
-    class Recorder(LogitsProcessor):  # type: ignore[misc]
+    class Recorder(LogitsProcessor):
         def __init__(self) -> None:
             self.log_probs: list[Any] = []
             self.scores: Any = None

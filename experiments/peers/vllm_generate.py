@@ -15,11 +15,11 @@ from typing import Any
 from experiments.peers.protocol import generated, loaded, serve, spread
 from experiments.peers.torch_chain import chain_seconds
 
-os.environ |= {
+_VARIABLES = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_LOGGING_LEVEL": "WARNING",
     "VLLM_NO_USAGE_STATS": "1",
-    "VLLM_CPU_KVCACHE_SPACE": "2",
+    "VLLM_CPU_KVCACHE_SPACE": "2",  # GiB
 }
 _COUNTERS = {
     "vllm:spec_decode_num_drafts": "rounds",
@@ -48,6 +48,7 @@ class Vllm:
         `k` drafts per round; `draft_sample_method` "probabilistic" draws them from the head's law, "greedy" takes its
         argmax; `lookup` are the shortest and longest n-gram that is looked up.
         """
+        os.environ |= _VARIABLES
         from vllm import LLM
 
         _repair()
@@ -92,7 +93,7 @@ class Vllm:
         counts = spread(max_new_tokens, len(prompts))
         rows = [{"prompt_token_ids": prompt} for prompt in prompts]
         # 0: the log-probability of the sampled token and no others.
-        common = {"temperature": temperature, "ignore_eos": True, "logprobs": 0 if log_probs else None}
+        common: dict[str, Any] = {"temperature": temperature, "ignore_eos": True, "logprobs": 0 if log_probs else None}
         if not ignore_eos:
             common["stop_token_ids"] = list(end_ids)
         sampling = [SamplingParams(max_tokens=count, detokenize=False, **common) for count in counts]

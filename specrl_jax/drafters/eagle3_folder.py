@@ -92,11 +92,16 @@ def config_json(config: Eagle3Config) -> dict[str, Any]:
 
 
 def drafter_tensors(params: Eagle3Params, config: Eagle3Config) -> dict[str, np.ndarray]:
-    """The head's tensors by their names in the folder, kernels `[out, in]`."""
+    """The head's tensors by their names in the folder, kernels `[out, in]`.
+
+    A head of the whole vocabulary is stored in its order and without maps: vLLM refuses them there.
+    """
     ids = np.asarray(params.target_ids, np.int64)
     tensors = {
         name: np.ascontiguousarray(np.asarray(getattr(params.weights, field)).T) for field, name in _NAMES.items()
     }
+    if len(ids) == config.vocab_size:
+        return tensors | {_NAMES["lm_head"]: tensors[_NAMES["lm_head"]][np.argsort(ids)]}
     members = np.zeros((config.vocab_size,), bool)
     members[ids] = True
     return tensors | {_OFFSETS: ids - np.arange(len(ids)), _MEMBERS: members}

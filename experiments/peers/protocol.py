@@ -32,7 +32,9 @@ def one_sentence(error: BaseException) -> str:
 
 
 def serve(operations: Mapping[str, Operation]) -> None:
-    """Answer requests until there are no more; an operation that raises answers {"error": ...} and the peer lives on.
+    """Answer requests until there are no more, then end the process.
+
+    An operation that raises answers {"error": ...} and the peer lives on.
 
     An operation imports its libraries itself: they print, and some are missing.
     """
@@ -41,7 +43,7 @@ def serve(operations: Mapping[str, Operation]) -> None:
         request = json.loads(line)
         name = request.pop("op")
         if name == "quit":
-            return
+            break
         try:
             if name not in operations:
                 raise ValueError(f"operation {name!r} is unknown; this peer has {', '.join(operations)}")
@@ -50,6 +52,9 @@ def serve(operations: Mapping[str, Operation]) -> None:
             traceback.print_exc()
             answer = {"error": one_sentence(error)}
         print(json.dumps(answer), file=channel, flush=True)
+    sys.stderr.flush()
+    # A trainer's threads, held between two steps, would never be joined.
+    os._exit(0)
 
 
 def loaded(*packages: str, **details: Any) -> dict[str, Any]:

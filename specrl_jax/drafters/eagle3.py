@@ -118,7 +118,7 @@ def _attend(
     own_values: Float[Array, "r g e c"],
     sees: Bool[Array, "m e"],
 ) -> Float[Array, "r m h c"]:
-    """Attention of `m` queries per row over the cached slots from `start` to below `visible` and over `e` keys beside them.
+    """Attention of `m` queries per row over cached slots, from `start` to below `visible`, and over `e` keys beside them.
 
     `sees[m, e]` tells which of those beside them a query reads.
     """
@@ -173,7 +173,9 @@ def commit(
     last = jnp.arange(rows, dtype=jnp.int32) * width + jnp.maximum(counts - 1, 0)
     queries = project_queries(config, weights, x[last], jnp.maximum(length - 1, 0))
     own = keys[last][:, :, None], values[last][:, :, None]
-    attended = _attend(queries[:, None], all_keys, all_values, state.start, length - 1, *own, jnp.ones((1, 1), bool))[:, 0]
+    attended = _attend(queries[:, None], all_keys, all_values, state.start, length - 1, *own, jnp.ones((1, 1), bool))[
+        :, 0
+    ]
     hidden = mix_and_mlp(config, weights, fused[last], attended)
     hidden = jnp.where((counts > 0)[:, None], hidden, state.hidden)
     return Eagle3State(all_keys, all_values, length, state.start, hidden)
@@ -297,7 +299,12 @@ class Eagle3Drafter:
         return params.target_ids
 
     def begin(
-        self, params: Eagle3Params, embed: Float[Array, "v d"], state: Eagle3State, sequence: Int[Array, "r"], depth: int
+        self,
+        params: Eagle3Params,
+        embed: Float[Array, "v d"],
+        state: Eagle3State,
+        sequence: Int[Array, "r"],
+        depth: int,
     ) -> tuple[Drafted, Float[Array, "r dv"]]:
         """Logits after the last committed pair."""
         rows, groups, _, width = state.keys.shape

@@ -171,7 +171,11 @@ class AdaptiveRound(Round):
         """One token of every row, without drafts."""
         positions = jnp.where(live, rows.length, -1)[:, None]
         batch = grid_batch(rows.last_token[:, None], positions)
-        out, law, _ = self._forward_and_sample(params, rows, pool, batch, jnp.zeros((live.shape[0], 0), jnp.int32))
+        out = forward(
+            params, self.policy, batch, numerics=self.numerics, cache=pool.cache(rows), boundaries=self.boundaries
+        )
+        context = Context(rows.emitted, rows.seen)
+        law, _ = sample_tokens(params, self.policy, self.config.law, out.hidden, rows.keys, context, self.numerics)
         proposed = Proposed(law.token[:, None], jnp.zeros_like(rows.emitted))
         return Judged(live, out, law, None, Choice(jnp.zeros((live.shape[0], 0), jnp.int32)), proposed)
 
@@ -216,6 +220,7 @@ class AdaptiveRound(Round):
         judged = self.judge_dealt(params, rows, pool, body, dealt, live)
         after, cache, trajectory = self.conclude(params, draft_params, rows, trajectory, judged, dealt.lengths)
         emitted = after.length - rows.length
+        assert rows.record is not None
         counted = live & (emitted == judged.proposed.accepted + 1)
         control, record = learn(
             control, rows.record, dealt.confidence, dealt.lengths, judged.proposed.accepted, counted

@@ -9,7 +9,6 @@ from specrl_jax.rollout.control import Body, default_bodies
 from specrl_jax.rollout.rules import Match, Rule
 from specrl_jax.rollout.sampling import SamplingLaw
 
-
 _MOST_BODIES = 12
 
 

@@ -41,7 +41,7 @@ class Body:
 
 
 def default_bodies(rows: int, longest: int) -> tuple[Body, ...]:
-    """At most 12: of three sizes (all rows, a quarter, a sixteenth, or a single row), each with 0, 1, 3, 7 drafts a row."""
+    """At most 12: of three sizes (all rows, about a quarter, and fewer), each with 0, 1, 3, 7 drafts a row."""
     sizes = [rows]
     while sizes[-1] > 1 and len(sizes) < 3:
         sizes.append(max(1, -(-sizes[-1] // 4)) if len(sizes) < 2 or sizes[-1] > 8 else 1)

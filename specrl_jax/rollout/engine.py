@@ -153,8 +153,8 @@ class RolloutEngine(AdaptiveRound):
         unread = record = None
         if bodies:
             record = jnp.zeros((layout.rows, 2), jnp.float32)
-            width = len(self.boundaries) * self.policy.hidden_size
-            features = jnp.zeros((layout.rows, _WINDOW, width), jnp.dtype(self.policy.dtype))
+            size = len(self.boundaries) * self.policy.hidden_size
+            features = jnp.zeros((layout.rows, _WINDOW, size), jnp.dtype(self.policy.dtype))
             unread = Unread(jnp.zeros((layout.rows, _WINDOW), jnp.int32), features, none)
         rows = Rows(
             unread=unread,
@@ -312,11 +312,13 @@ class RolloutEngine(AdaptiveRound):
 
     def chosen_round(self, params: PolicyParams, draft_params: Any, batch: Batch, index: int, body: Body) -> Batch:
         """One round of a body that the controller chose, and its next choice."""
-        assert batch.control is not None
+        control = batch.control
         rows, pool, live, batch = self._grown(batch, body.depth(self.config.draft_length) + 1)
-        rate = promised_rate(batch.control, index, body, self.config.draft_length, live, rows.record)
+        assert control is not None
+        assert rows.record is not None
+        rate = promised_rate(control, index, body, self.config.draft_length, live, rows.record)
         after, pool, trajectory, control = self.adaptive_round(
-            params, draft_params, rows, pool, batch.trajectory, batch.control, body, live, rate
+            params, draft_params, rows, pool, batch.trajectory, control, body, live, rate
         )
         used = trajectory.stats.bodies.at[index].add(1)
         trajectory = replace(trajectory, stats=replace(trajectory.stats, bodies=used))

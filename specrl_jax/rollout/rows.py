@@ -98,9 +98,7 @@ def emit(
     return trajectory, rows
 
 
-def count_round(
-    stats: RolloutStats, verdict: Verdict, live: Bool[Array, "r"], drafts: Int[Array, "r"]
-) -> RolloutStats:
+def count_round(stats: RolloutStats, verdict: Verdict, live: Bool[Array, "r"], drafts: Int[Array, "r"]) -> RolloutStats:
     """The counts with those of one round of every live row; `drafts` is the depth that each row drafted."""
     stats = replace(stats, steps=stats.steps + jnp.sum(live))
     if stats.accepted_at.shape[0] == 0:

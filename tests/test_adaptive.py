@@ -1,0 +1,185 @@
+"""Rounds whose drafts are chosen while they run: the tokens are those without drafts, whatever the controller decides."""
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from tiny import INVARIANT, POLICY, keys_of, random_eagle3, tiny_params, tiny_prompts
+
+from specrl_jax.errors import InputError
+from specrl_jax.models.numerics import Numerics
+from specrl_jax.rollout.config import RolloutConfig
+from specrl_jax.rollout.control import (
+    BINS,
+    Body,
+    allocate,
+    bin_of,
+    choose_body,
+    default_bodies,
+    initial_control,
+    learn,
+)
+from specrl_jax.rollout.engine import RolloutEngine
+from specrl_jax.rollout.rules import Block, Match
+from specrl_jax.rollout.sampling import SamplingLaw
+
+pytestmark = pytest.mark.ci
+SAMPLES, NEW = 3, 20
+PROMPTS = tiny_prompts()
+KEYS = keys_of(PROMPTS, SAMPLES)
+BODIES = (Body(15, 15), Body(15, 30), Body(15, 60), Body(4, 4), Body(4, 16), Body(1, 1), Body(1, 5))
+
+
+def engine_of(adaptive=True, numerics=INVARIANT, law=None, **settings):
+    law = law or SamplingLaw(end_ids=(1, 7))
+    drafter, _ = random_eagle3()
+    settings = {"bodies": BODIES} | settings if adaptive else {"ladder": (1.0,)} | settings
+    config = RolloutConfig(NEW, SAMPLES, 4 if adaptive else 0, law, adaptive=adaptive, **settings)
+    return RolloutEngine(POLICY, config, numerics, drafter if adaptive else None)
+
+
+def plain(**settings):
+    engine = engine_of(False, **settings)
+    return jax.device_get(jax.jit(engine.rollout)(tiny_params(), None, PROMPTS, KEYS))
+
+
+@pytest.fixture(scope="module")
+def program():
+    engine = engine_of()
+    return jax.jit(engine.adaptive_rollout)
+
+
+def table(**cheap):
+    """Every round costs a second, except those named by their place."""
+    seconds = np.ones(len(BODIES))
+    for place, cost in cheap.items():
+        seconds[int(place[1:])] = cost
+    return initial_control(seconds)
+
+
+def assert_same(ours, expected):
+    for name in ("tokens", "log_probs", "lengths", "ended"):
+        np.testing.assert_array_equal(getattr(ours, name), getattr(expected, name), err_msg=name)
+
+
+TABLES = {
+    "even": table(),
+    "never": table(b0=1e-3, b3=1e-3, b5=1e-3),
+    "always": table(b2=1e-3, b4=1e-4, b6=1e-5),
+    "idle, then drafts": table(b0=1e-6, b4=1e-9, b6=1e-9),
+    "largest only": table(b1=1e-9),
+}
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_the_tokens_are_those_without_drafts(program, name):
+    ours, control = jax.device_get(program(tiny_params(), random_eagle3()[1], PROMPTS, KEYS, TABLES[name]))
+    assert_same(ours, plain())
+    stats, used = ours.stats, ours.stats.bodies
+    assert stats.accepted + stats.rounds + stats.cut_accepted <= ours.lengths.sum()
+    assert stats.accepted_at.sum() == stats.accepted
+    assert np.all(stats.accepted_at <= stats.drafted_at)
+    assert np.all(np.diff(stats.drafted_at) <= 0)
+    # Of a round are judged the drafts that were accepted, and the first that was not.
+    learned = control.drafted.sum() - 2 * BINS, control.accepted.sum() - BINS
+    assert learned[1] == stats.accepted <= learned[0] <= stats.accepted + stats.rounds
+    drafting = [i for i, body in enumerate(BODIES) if body.tokens > body.rows]
+    if name == "never":
+        assert not used[drafting].any()
+        assert stats.rounds == 0
+    elif name == "always":
+        assert used[[2, 4, 6]].all()
+        assert not used[[0, 1, 3, 5]].any()
+    elif name == "idle, then drafts":
+        # The drafter reads what it has missed, more than a chunk of it.
+        assert used[0] > 0
+        assert used[[4, 6]].any()
+    elif name == "largest only":
+        assert used[1] == used.sum()
+
+
+@pytest.mark.parametrize("rows", [1, 4])
+def test_few_rows_and_waiting_sequences(rows):
+    engine = engine_of(rows=rows, bodies=None)
+    control = initial_control(np.ones(len(engine.config.bodies_for(rows))))
+    ours, _ = jax.jit(engine.adaptive_rollout)(tiny_params(), random_eagle3()[1], PROMPTS, KEYS, control)
+    assert_same(jax.device_get(ours), plain())
+
+
+def test_a_penalty_sees_the_drafts_before_it():
+    law = SamplingLaw(repetition_penalty=2.0, end_ids=(1, 7))
+    ours, _ = jax.jit(engine_of(law=law).adaptive_rollout)(
+        tiny_params(), random_eagle3()[1], PROMPTS, KEYS, TABLES["always"]
+    )
+    assert_same(jax.device_get(ours), plain(law=law))
+
+
+def test_plain_numerics():
+    ours, _ = jax.jit(engine_of(numerics=Numerics(key_block=8)).adaptive_rollout)(
+        tiny_params(), random_eagle3()[1], PROMPTS, KEYS, TABLES["always"]
+    )
+    np.testing.assert_array_equal(jax.device_get(ours).tokens, plain(numerics=Numerics(key_block=8)).tokens)
+
+
+def test_dealing_takes_the_likeliest_prefixes():
+    rng = np.random.default_rng(0)
+    for _ in range(50):
+        survival = np.cumprod(rng.choice([0.0, 0.3, 0.9, 1.0], (5, 6)), axis=1).astype(np.float32)
+        budget = int(rng.integers(0, 31))
+        lengths = np.asarray(allocate(jnp.asarray(survival), jnp.int32(budget)))
+        assert lengths.sum() == min(budget, (survival > 0).sum())
+        taken = np.arange(6)[None] < lengths[:, None]
+        best = np.sort(survival.ravel())[::-1][: lengths.sum()]
+        np.testing.assert_allclose(np.sort(survival[taken])[::-1], best)
+
+
+def test_learning_counts_what_was_judged():
+    control, record = learn(
+        initial_control(np.ones(2)),
+        jnp.zeros((3, 2)),
+        confidence=jnp.full((3, 4), 0.5),
+        lengths=jnp.array([4, 2, 0], jnp.int32),
+        accepted=jnp.array([1, 2, 0], jnp.int32),
+        counted=jnp.array([True, True, True]),
+    )
+    here = int(bin_of(jnp.float32(0.5)))
+    assert (control.drafted[here] - 2.0, control.accepted[here]) == (4.0, 2.0 * (here + 0.5) / BINS + 3.0)
+    np.testing.assert_array_equal(record, [[2, 1], [2, 2], [0, 0]])
+
+
+def test_the_choice_follows_rates_and_live_rows():
+    bodies = default_bodies(16, 7)
+    assert len(bodies) == 12
+    # A round costs one unit and a twentieth for every token.
+    control = initial_control(np.array([1.0 + 0.05 * body.tokens for body in bodies]))
+    record = jnp.full((16, 2), 100.0)
+
+    def choice(live, record, now=-1):
+        rows = jnp.arange(16) < live
+        return bodies[int(choose_body(control, bodies, 7, rows, record, jnp.int32(0), jnp.int32(now)))]
+
+    assert choice(1, record) == Body(1, 8)
+    assert choice(16, record * jnp.array([[1.0, 0.01]])) == Body(16, 16)
+    assert choice(4, record).rows == 4
+    # It stays where it is unless another body is clearly better.
+    stay = bodies.index(Body(16, 16))
+    assert choice(16, record * jnp.array([[1.0, 0.01]]), stay) == Body(16, 16)
+
+
+def test_what_cannot_be_chosen_from_is_refused():
+    with pytest.raises(InputError, match="an adaptive draft length needs chains"):
+        engine_of(rule=Block())
+    with pytest.raises(InputError, match="an adaptive draft length needs chains"):
+        engine_of(rule=Match(branches=2))
+    with pytest.raises(InputError, match="rollout bodies names 13 rounds"):
+        engine_of(bodies=(Body(1, 1),) * 13)
+    engine = engine_of(bodies=(Body(4, 4),))
+    with pytest.raises(InputError, match="rollout bodies hold at most 4 rows of 15"):
+        engine.adaptive_rollout(tiny_params(), None, PROMPTS, KEYS, initial_control(np.ones(1)))
+    engine = replace(engine, config=replace(engine.config, bodies=BODIES))
+    with pytest.raises(InputError, match="7 rounds to choose from, and a cost table of 1"):
+        engine.adaptive_rollout(tiny_params(), None, PROMPTS, KEYS, initial_control(np.ones(1)))
+    with pytest.raises(InputError, match="cost table is"):
+        initial_control(np.array([1.0, 0.0]))

@@ -93,7 +93,7 @@ def open_pair(config: Config) -> tuple[Pair, PreTrainedTokenizerFast]:
     if config.policy is None:
         if config.run.preset != "smoke" or config.drafter is not None:
             raise InputError("--policy is missing; give the folder or hub name of a policy")
-        return _random_pair(config.run.seed), arithmetic_tokenizer()
+        return random_pair(config.run.seed), arithmetic_tokenizer()
     params, policy = load_policy(config.policy)
     tokenizer = load_tokenizer(config.policy)
     check_tokenizer_fits(tokenizer, policy)
@@ -105,7 +105,8 @@ def open_pair(config: Config) -> tuple[Pair, PreTrainedTokenizerFast]:
     return Pair(params, policy, draft, drafter.config), tokenizer
 
 
-def _random_pair(seed: int) -> Pair:
+def random_pair(seed: int) -> Pair:
+    """A policy and a head of random weights over the arithmetic vocabulary."""
     policy = replace(POLICIES["tiny-qwen3"], vocab_size=len(arithmetic_tokenizer()))
     policy_key, draft_key = jax.random.split(jax.random.key(seed))
     params = init_params(policy_key, policy)

@@ -33,3 +33,10 @@ def pytest_collection_modifyitems(items):
     for item in items:
         if not any(map(item.get_closest_marker, ("ci", "full"))):
             raise pytest.UsageError(f"{item.nodeid} is marked neither ci nor full")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _give_programs_back():
+    """Every compiled program holds memory maps, of which a process may have some 65,000."""
+    yield
+    jax.clear_caches()

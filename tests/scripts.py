@@ -9,7 +9,17 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from experiments import acceptance_by_rule, evaluate, expand, generate, losslessness, noise_cost, train_grpo
+from experiments import (
+    acceptance_by_rule,
+    bench_rollout,
+    bench_round_cost,
+    evaluate,
+    expand,
+    generate,
+    losslessness,
+    noise_cost,
+    train_grpo,
+)
 from experiments.common import run_main
 from specrl_jax.data.tokenizers import arithmetic_tokenizer
 from specrl_jax.drafters.eagle3 import Eagle3Drafter
@@ -146,4 +156,6 @@ SCRIPTS = {
     "acceptance_by_rule": acceptance_by_rule,
     "noise_cost": noise_cost,
     "expand": expand,
+    "bench_round_cost": bench_round_cost,
+    "bench_rollout": bench_rollout,
 }

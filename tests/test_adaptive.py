@@ -1,4 +1,4 @@
-"""Rounds whose drafts are chosen while they run: the tokens are those without drafts, whatever the controller decides."""
+"""Rounds whose drafts are chosen while they run: the tokens are those without drafts, whatever is decided."""
 
 from dataclasses import replace
 

@@ -289,7 +289,7 @@ def test_behaviour_log_probs_under_lenience_are_those_of_the_closed_form(lenienc
 def test_penalties_that_miss_the_drafts_before_are_caught(monkeypatch):
     """Positive control: blind to the round's own drafts, a penalised run no longer equals the plain one."""
     plain = rollout("penalty", Match(), 0)
-    monkeypatch.setattr("specrl_jax.rollout.engine.with_drafts", lambda seen, drafts: seen)
+    monkeypatch.setattr("specrl_jax.rollout.round.with_drafts", lambda seen, drafts: seen)
     prompts = tiny_prompts()
     engine = engine_of(INVARIANT, replace(LAWS["penalty"], min_p=1e-9))
     blind = run(engine, prompts, keys_of(prompts, 3), tiny_params(), bigram_table())

@@ -118,7 +118,7 @@ def _attend(
     own_values: Float[Array, "r g e c"],
     sees: Bool[Array, "m e"],
 ) -> Float[Array, "r m h c"]:
-    """Attention of `m` queries per row over cached slots, from `start` to below `visible`, and over `e` keys beside them.
+    """Attention of `m` queries per row over cached slots `start` to `visible - 1` and over `e` keys beside them.
 
     `sees[m, e]` tells which of those beside them a query reads.
     """

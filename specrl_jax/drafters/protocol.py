@@ -35,11 +35,10 @@ class Choice:
 
 
 Choose = Callable[..., Choice]
-"""`choose(logits, target_ids, before, count, step)` picks the `count` best candidates below each of `m` nodes of a depth
-from float32 draft logits: tokens `[r, m, count]`, the best first, and the node's law `[r, m, v]`. Column `i` of the
-logits stands for target token `target_ids[i]`; `before` are the drafts on the path to each node, `step` their number
-where the path is not shown. The rollout
-supplies it: it holds the sampling law and the noise."""
+"""`choose(logits, target_ids, before, count, step)` picks the `count` best candidates below each of `m` nodes of one
+depth from float32 draft logits: tokens `[r, m, count]`, the best first, and the node's law `[r, m, v]`. Column `i` of
+the logits stands for target token `target_ids[i]`; `before` are the drafts on the path to each node, `step` their
+number where the path is not shown. The rollout supplies it: it holds the sampling law and the noise."""
 
 
 def propose_tree(

@@ -94,7 +94,7 @@ class AdaptiveRound(Round):
         choose, rows_count = self._chooser(rows), live.shape[0]
         ids = drafter.target_ids(draft_params)
         budget = body.tokens - jnp.sum(live, dtype=jnp.int32)
-        room = jnp.where(live, self.config.max_new_tokens - 1 - rows.emitted, 0)
+        room = jnp.where(live, rows.limit - 1 - rows.emitted, 0)
         before = jnp.zeros((rows_count, depth), jnp.int32)
         none = jnp.zeros((rows_count, depth), jnp.float32)
         carry, logits = drafter.begin(draft_params, embed, rows.drafter, rows.sequence, depth)

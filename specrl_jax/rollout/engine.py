@@ -60,7 +60,7 @@ class Batch:
 
     rows: those of the rung. pool: the cache. waiting: see there.
     started: sequences that have taken a row so far; they do so in order.
-    trajectory: what has been emitted.
+    trajectory: what has been emitted. limits: most response tokens of each sequence, `[b]`.
     control: what chooses the drafts of a round, and body: its choice; None where the draft length is fixed.
     """
 
@@ -69,6 +69,7 @@ class Batch:
     waiting: Waiting
     started: Int[Array, ""]
     trajectory: Trajectory
+    limits: Int[Array, "b"]
     control: Control | None = None
     body: Int[Array, ""] | None = None
 
@@ -134,7 +135,9 @@ class RolloutEngine(AdaptiveRound):
                 )
         return Layout(rows, row_pages, together, prompt_pages, pages)
 
-    def _empty(self, prompts: Prompts, control: Control | None = None) -> Batch:
+    def _empty(
+        self, prompts: Prompts, control: Control | None = None, limits: Int[Array, "b"] | None = None
+    ) -> Batch:
         groups, width = prompts.tokens.shape
         self.check_prompt_width(width)
         layout = self.layout(groups, width)
@@ -168,6 +171,7 @@ class RolloutEngine(AdaptiveRound):
             keys=jnp.zeros((layout.rows, 2), jnp.uint32),
             last_token=none,
             emitted=none,
+            limit=none,
             rounds=none,
             seen=jnp.zeros((layout.rows, self.policy.vocab_size), bool) if self.config.law.reads_history else None,
             done=jnp.ones((layout.rows,), bool),
@@ -178,7 +182,9 @@ class RolloutEngine(AdaptiveRound):
         waiting = Waiting(zero, zero, table, drafter_state(layout.prompts))
         pool = Pool(keys, values, jnp.zeros((layout.pool_pages,), jnp.int32))
         trajectory = self._empty_trajectory(prompts, len(bodies))
-        return Batch(rows, pool, waiting, zero, trajectory, control, jnp.int32(-1) if bodies else None)
+        most = jnp.full((trajectory.lengths.shape[0],), self.config.max_new_tokens, jnp.int32)
+        limits = most if limits is None else jnp.clip(limits, 1, most)
+        return Batch(rows, pool, waiting, zero, trajectory, limits, control, jnp.int32(-1) if bodies else None)
 
     def _empty_trajectory(self, prompts: Prompts, bodies: int) -> Trajectory:
         count = prompts.tokens.shape[0] * self.config.samples_per_prompt
@@ -278,6 +284,7 @@ class RolloutEngine(AdaptiveRound):
             unread=None if rows.unread is None else replace(rows.unread, count=rows.unread.count.at[row].set(zero)),
             record=None if rows.record is None else rows.record.at[row].set(0.0),
             emitted=rows.emitted.at[row].set(zero),
+            limit=rows.limit.at[row].set(batch.limits[sequence]),
             rounds=rows.rounds.at[row].set(zero),
             seen=seen,
             done=rows.done.at[row].set(~issued),
@@ -365,6 +372,7 @@ class RolloutEngine(AdaptiveRound):
         draft_params: Any,
         prompts: Prompts,
         keys: UInt32[Array, "b 2"],
+        limits: Int[Array, "b"] | None = None,
     ) -> Trajectory:
         """Sample `samples_per_prompt` responses to every prompt with a fixed draft length.
 
@@ -374,8 +382,9 @@ class RolloutEngine(AdaptiveRound):
             prompts: `g` prompts; one of no tokens fills up a batch and gets no response.
             keys: noise key of every sequence, `b = g * samples_per_prompt`, group-major
                 (`specrl_jax.rollout.noise.sequence_keys`).
+            limits: most response tokens of each sequence, where they differ from `max_new_tokens`.
         """
-        return self.finish(params, draft_params, self._empty(prompts), keys).trajectory
+        return self.finish(params, draft_params, self._empty(prompts, None, limits), keys).trajectory
 
     def adaptive_rollout(
         self,
@@ -384,9 +393,10 @@ class RolloutEngine(AdaptiveRound):
         prompts: Prompts,
         keys: UInt32[Array, "b 2"],
         control: Control,
+        limits: Int[Array, "b"] | None = None,
     ) -> tuple[Trajectory, Control]:
         """`rollout` with the drafts of every round chosen by `control`, which is returned with what it learned."""
-        batch = self.finish(params, draft_params, self._empty(prompts, control), keys)
+        batch = self.finish(params, draft_params, self._empty(prompts, control, limits), keys)
         assert batch.control is not None
         return batch.trajectory, batch.control
 

@@ -140,7 +140,7 @@ class Round:
         tokens = jnp.concatenate([rows.last_token[:, None], choice.token], axis=1)
         offsets = jnp.asarray(tree.depths, jnp.int32)[None]
         # A row that is not live, and drafts beyond the last position, are padding.
-        wanted = live[:, None] & (rows.emitted[:, None] + offsets < self.config.max_new_tokens)
+        wanted = live[:, None] & (rows.emitted[:, None] + offsets < rows.limit[:, None])
         positions = jnp.where(wanted, rows.length[:, None] + offsets, -1)
         out, law, log_p = self._forward_and_sample(
             params, rows, pool, grid_batch(tokens, positions, tree), choice.token
@@ -176,7 +176,7 @@ class Round:
         verdict = cut(
             proposed,
             ends=is_end(proposed.tokens, self.config.law.end_ids),
-            room=jnp.where(live, self.config.max_new_tokens - rows.emitted, 0),
+            room=jnp.where(live, rows.limit - rows.emitted, 0),
         )
         drafter = rows.drafter
         if self.drafter is not None and drafted:

@@ -38,7 +38,7 @@ class Rows:
     sequence: which sequence the row holds, `[r]`.
     keys: its noise key, `[r, 2]`.
     last_token: its newest token, emitted but not yet in the cache, `[r]`.
-    emitted: response tokens so far, `[r]`.
+    emitted: response tokens so far, and limit: how many there may be, `[r]`.
     rounds: rounds so far, `[r]`; the number of the next one.
     seen: vocabulary entries in prompt and response so far, `[r, v]`, or None where the law does not ask.
     done: the row is free: its sequence has ended, or it never had one, `[r]`.
@@ -55,6 +55,7 @@ class Rows:
     keys: UInt32[Array, "r 2"]
     last_token: Int[Array, "r"]
     emitted: Int[Array, "r"]
+    limit: Int[Array, "r"]
     rounds: Int[Array, "r"]
     seen: Bool[Array, "r v"] | None
     done: Bool[Array, "r"]
@@ -93,7 +94,7 @@ def emit(
         last_token=jnp.where(counts > 0, newest, rows.last_token),
         emitted=emitted,
         seen=None if rows.seen is None else with_tokens(rows.seen, token, emitted_here),
-        done=rows.done | ended | (emitted >= trajectory.tokens.shape[1]),
+        done=rows.done | ended | (emitted >= rows.limit),
     )
     return trajectory, rows
 

@@ -1,0 +1,150 @@
+"""What the benchmarks share: an expanded policy with its draft head, synthetic acceptance, paired times."""
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float
+
+from experiments.expand import Pair, expand, random_pair
+from specrl_jax.drafters.eagle3 import Eagle3Drafter
+from specrl_jax.drafters.eagle3_folder import load_drafter
+from specrl_jax.errors import InputError
+from specrl_jax.models.config import Dtype
+from specrl_jax.models.expansion_shapes import SHAPES, Shape
+from specrl_jax.models.huggingface import load_policy
+from specrl_jax.models.tree import Tree
+from specrl_jax.rollout.rules import Match
+from specrl_jax.rollout.verification import Proposed
+
+
+@dataclass(frozen=True)
+class ShapeOptions:
+    """Which policy, at which size."""
+
+    policy: str | None = None
+    """Folder of a small policy; by default random weights."""
+    drafter: str | None = None
+    """Folder of its draft head."""
+    shape: str = "deep-95m"
+    """Size that both are expanded to, outputs unchanged: 25m, deep-95m, 0.6b, 1.7b, 4b or 8b."""
+    dtype: Dtype = "float32"
+
+    def __post_init__(self) -> None:
+        if self.shape not in SHAPES:
+            raise InputError(f"--shape is {self.shape}; choose one of {', '.join(SHAPES)}")
+        if (self.policy is None) != (self.drafter is None):
+            raise InputError("--policy and --drafter belong together; give both, or neither for random weights")
+
+    @property
+    def target(self) -> Shape:
+        """The size."""
+        return replace(SHAPES[self.shape], dtype=self.dtype)
+
+
+def open_expanded(options: ShapeOptions, seed: int) -> Pair:
+    """The small pair, expanded; InputError when a folder cannot be used or does not fit the shape."""
+    if options.policy is None or options.drafter is None:
+        small = random_pair(seed)
+    else:
+        params, policy = load_policy(options.policy)
+        drafter, draft = load_drafter(options.drafter, policy)
+        small = Pair(params, policy, draft, drafter.config)
+    return expand(small, options.target, seed)
+
+
+def drafter_of(pair: Pair) -> Eagle3Drafter:
+    """The pair's draft head."""
+    assert pair.head is not None
+    return Eagle3Drafter(pair.head)
+
+
+def parts_of(pair: Pair, options: ShapeOptions) -> dict[str, Any]:
+    """Policy, drafter and vocabulary of a row of a table."""
+    count = lambda tree: sum(math.prod(x.shape) for x in jax.tree.leaves(tree))  # noqa: E731
+    assert pair.head is not None
+    return {
+        "shape": options.shape,
+        "source": options.policy or "random weights",
+        "dtype": options.dtype,
+        "policy_parameters": count(pair.params),
+        "drafter_parameters": count(pair.draft),
+        "vocabulary": pair.policy.vocab_size,
+        "draft_vocabulary": pair.head.draft_vocab_size,
+    }
+
+
+@dataclass(frozen=True)
+class SyntheticMatch(Match):
+    """Every draft is accepted with one probability, whatever it is. For benchmarks: its tokens are nobody's.
+
+    survival: of each further draft; 0.766 gives an acceptance length of 2.80 at three drafts, 0.877 one of 3.32.
+    """
+
+    survival: float = 0.766
+
+    def decide(self, tree: Tree, drafts: Any, own: Any, log_p: Any, log_q: Any, draws: Any) -> Proposed:
+        """Coins instead of comparisons; a slot without a draft is never accepted."""
+        coins = draws.coins(jnp.full(drafts.shape, math.log(self.survival)))
+        accepted = jnp.sum(jnp.cumprod((coins & (drafts >= 0)).astype(jnp.int32), axis=1), axis=1)
+        slots = jnp.arange(own.shape[1], dtype=jnp.int32)[None]
+        tokens = jnp.where(slots < accepted[:, None], jnp.pad(drafts, ((0, 0), (0, 1))), own)
+        return Proposed(tokens, accepted)
+
+
+def in_turn(
+    calls: Mapping[str, Callable[[], float]], repeats: int, discard: int = 1
+) -> dict[str, Float[np.ndarray, "n"]]:
+    """Seconds of every call, made in turn (A B C A B C ...); the first `discard` turns are not counted."""
+    seconds: dict[str, list[float]] = {name: [] for name in calls}
+    for _ in range(repeats + discard):
+        for name, call in calls.items():
+            seconds[name].append(call())
+    return {name: np.array(values[discard:]) for name, values in seconds.items()}
+
+
+def ratio(numerator: Float[np.ndarray, "n"], denominator: Float[np.ndarray, "n"]) -> tuple[float, float, float]:
+    """Median of paired ratios, and its 95% interval from order statistics."""
+    ratios = np.sort(numerator / denominator)
+    count = len(ratios)
+    # Ranks that a median lies between with 95%: a binomial of `count` fair coins.
+    below = np.cumsum([math.comb(count, i) for i in range(count + 1)]) / 2.0**count
+    low = int(np.searchsorted(below, 0.025))
+    return float(np.median(ratios)), float(ratios[low]), float(ratios[count - 1 - low])
+
+
+def bare_policy(params: Any, x: Float[Array, "n d"]) -> Float[Array, "n d"]:
+    """The policy's weight matrices applied one after the other, and nothing else; every product is used."""
+    for layer in params.layers:
+        q, k, v = x @ layer.q_proj, x @ layer.k_proj, x @ layer.v_proj
+        mixed = q + jnp.tile(k + v, (1, q.shape[1] // k.shape[1]))
+        x = x + 1e-3 * (mixed @ layer.o_proj)
+        x = x + 1e-3 * (((x @ layer.gate_proj) * (x @ layer.up_proj)) @ layer.down_proj)
+    head = params.embed.T if params.head is None else params.head
+    return x + 1e-6 * (x @ head)[:, : x.shape[1]]
+
+
+def bare_attention(caches: tuple[Float[Array, "r g s c"], ...], x: Float[Array, "r g m c"]) -> Float[Array, "r g m c"]:
+    """The products of attention with the keys and values of every layer, side by side in memory, without a softmax.
+
+    `x` holds a query for every query head and new token of a row.
+    """
+    for cached in caches:
+        columns = jax.lax.optimization_barrier(x.transpose(0, 1, 3, 2))
+        scores = jax.lax.optimization_barrier(jnp.einsum("rgsc,rgcm->rgsm", cached, columns))
+        x = x + 1e-6 * jnp.einsum("rgms,rgsc->rgmc", scores.transpose(0, 1, 3, 2), cached)
+    return x
+
+
+def bare_draft_step(draft: Any, x: Float[Array, "n d"]) -> Float[Array, "n d"]:
+    """The same of one step of the draft head."""
+    weights = draft.weights
+    wide = jnp.concatenate([x, x], axis=1)
+    q, k, v = wide @ weights.q_proj, wide @ weights.k_proj, wide @ weights.v_proj
+    x = x + 1e-3 * ((q + jnp.tile(k + v, (1, q.shape[1] // k.shape[1]))) @ weights.o_proj)
+    x = x + 1e-3 * (((x @ weights.gate_proj) * (x @ weights.up_proj)) @ weights.down_proj)
+    return x + 1e-6 * (x @ weights.lm_head)[:, : x.shape[1]]

@@ -1,0 +1,238 @@
+"""What a round costs, beside the least it could.
+
+For every number of live rows, context and draft length, in turn: a round of the engine, an autoregressive
+step of the engine, and the bare matrix products of both: `step_over_bare` counts those with weights,
+`step_over_products` those of attention with keys and values too. `floor` is the products of the verify and of the draft
+steps over those of an autoregressive step; `round_cost` is the measured round over the measured step;
+`over_floor` is the one over the other. The parts of a round are timed by themselves: drafting, the policy's
+forward, drawing; bookkeeping is what remains.
+"""
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Annotated, Any
+
+import jax
+import jax.numpy as jnp
+import tyro
+
+from experiments.bench_models import (
+    ShapeOptions,
+    SyntheticMatch,
+    bare_attention,
+    bare_draft_step,
+    bare_policy,
+    drafter_of,
+    in_turn,
+    open_expanded,
+    parts_of,
+    ratio,
+)
+from experiments.common import Run, RunOptions, check_least, progress, run_main
+from experiments.expand import Pair
+from experiments.outputs import check_output, markdown_table, open_output, provenance, write_results
+from specrl_jax.errors import InputError
+from specrl_jax.models.numerics import Numerics
+from specrl_jax.models.policy import forward, grid_batch
+from specrl_jax.rollout.config import RolloutConfig
+from specrl_jax.rollout.engine import Batch, RolloutEngine
+from specrl_jax.rollout.sampling import Context, SamplingLaw, sample_tokens
+from specrl_jax.training.costs import standing_batch, timed_rounds
+from specrl_jax.training.metrics import write_json
+
+SCRIPT = "bench_round_cost"
+_ROUNDS = 4  # per timed call
+
+
+@dataclass(frozen=True)
+class Config:
+    """Options of the measurement."""
+
+    run: Run = RunOptions()
+    model: Annotated[ShapeOptions, tyro.conf.arg(name="")] = field(default_factory=ShapeOptions)
+    rows: tuple[int, ...] = (1, 4, 8, 16)
+    draft_lengths: tuple[int, ...] = (1, 3, 5, 7)
+    contexts: tuple[int, ...] = (256,)
+    survival: float = 0.766
+    """Probability of each further draft to be accepted, so that lengths grow as they would."""
+    repeats: int = 15
+    parts: bool = True
+    """Time the parts of a round too."""
+
+    def __post_init__(self) -> None:
+        check_least("", self, repeats=3)
+        for name in ("rows", "draft_lengths", "contexts"):
+            if min(getattr(self, name), default=0) < 1:
+                raise InputError(f"--{name.replace('_', '-')} must name at least one number, all of them at least 1")
+
+    @property
+    def mesh(self) -> str:
+        """One device."""
+        return "data=1"
+
+
+PRESETS: dict[str, Mapping[str, Any]] = {
+    "default": {},
+    "smoke": {
+        "model": {"shape": "25m"},
+        "rows": (2,),
+        "draft_lengths": (2,),
+        "contexts": (16,),
+        "repeats": 3,
+    },
+}
+
+
+def engine_of(pair: Pair, draft_length: int, survival: float) -> RolloutEngine:
+    """An engine whose rows never end while they are timed."""
+    room = 64 * (draft_length + 1)
+    law = SamplingLaw(end_ids=(1,), min_new_tokens=room)
+    rollout = RolloutConfig(room, 1, draft_length, law, SyntheticMatch(survival=survival))
+    return RolloutEngine(pair.policy, rollout, Numerics(), drafter_of(pair) if draft_length else None)
+
+
+def timed(fn: Callable[..., Any], *args: Any) -> Callable[[], float]:
+    """A compiled function that tells its seconds per trip; it makes `_ROUNDS` trips and its result is used."""
+    compiled = jax.jit(fn)
+
+    def call() -> float:
+        start = time.perf_counter()
+        jax.block_until_ready(compiled(*args))
+        return (time.perf_counter() - start) / _ROUNDS
+
+    return call
+
+
+def trips(fn: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+    """`fn(weights, x)`, which keeps the shape of `x`, as often as a call has rounds."""
+    return lambda weights, x: jax.lax.fori_loop(0, _ROUNDS, lambda _, y: fn(weights, y), x)
+
+
+def round_call(pair: Pair, engine: RolloutEngine, rows: int, context: int) -> Callable[[], float]:
+    """Rounds of the engine."""
+    batch = standing_batch(engine, rows, context)
+    rounds = timed_rounds(lambda p, d, b: engine.round(p, d, b)[0], batch, _ROUNDS)
+    return lambda: rounds(pair.params, pair.draft if engine.speculative else None)
+
+
+def part_calls(pair: Pair, engine: RolloutEngine, rows: int, context: int) -> dict[str, Callable[[], float]]:
+    """Drafting, forward and drawing of one round, by themselves."""
+    batch = standing_batch(engine, rows, context)
+    tree, standing = engine.config.tree, batch.rows
+
+    def forwards(params: Any, _: Any, batch: Batch) -> Batch:
+        tokens = jnp.repeat(batch.rows.last_token[:, None], tree.size, axis=1)
+        positions = batch.rows.length[:, None] + jnp.arange(tree.size, dtype=jnp.int32)[None]
+        out = forward(
+            params,
+            pair.policy,
+            grid_batch(tokens, positions),
+            numerics=engine.numerics,
+            cache=batch.pool.cache(batch.rows),
+            boundaries=engine.boundaries,
+        )
+        assert out.cache is not None
+        newest = (jnp.sum(out.hidden.reshape(rows, -1), axis=1) > 0).astype(jnp.int32)
+        return replace(batch, pool=batch.pool.with_cache(out.cache), rows=replace(batch.rows, last_token=newest))
+
+    def draft(draft: Any, newest: Any) -> Any:
+        state = replace(
+            standing.drafter, hidden=standing.drafter.hidden + newest[:, None].astype(standing.drafter.hidden.dtype)
+        )
+        return engine._propose(pair.params, draft, replace(standing, drafter=state)).token[:, -1] % 2
+
+    def draw(params: Any, newest: Any) -> Any:
+        hidden = jnp.ones((rows * tree.size, pair.policy.hidden_size), jnp.dtype(pair.policy.dtype))
+        hidden = hidden + jnp.repeat(newest, tree.size)[:, None].astype(hidden.dtype)
+        keys = jnp.repeat(standing.keys, tree.size, axis=0)
+        context = Context(jnp.zeros((rows * tree.size,), jnp.int32))
+        law, _ = sample_tokens(params, pair.policy, engine.config.law, hidden, keys, context, engine.numerics)
+        return law.token[:rows] % 2
+
+    whole = timed_rounds(forwards, batch, _ROUNDS)
+    return {
+        "draft": timed(trips(draft), pair.draft, standing.last_token),
+        "forward": lambda: whole(pair.params, None),
+        "draw": timed(trips(draw), pair.params, standing.last_token),
+    }
+
+
+def measure(pair: Pair, config: Config, rows: int, context: int) -> list[dict[str, Any]]:
+    """A row of the table per draft length, all timed in turn."""
+    dtype, width = jnp.dtype(pair.policy.dtype), pair.policy.hidden_size
+
+    def bare(count: int) -> Callable[[], float]:
+        return timed(trips(bare_policy), pair.params, jnp.ones((count, width), dtype))
+
+    step = engine_of(pair, 0, config.survival)
+    calls = {"step": round_call(pair, step, rows, context), "bare step": bare(rows)}
+    heads, groups = pair.policy.num_heads, pair.policy.num_kv_heads
+    shape = (rows, groups, context, pair.policy.head_dim)
+    caches = tuple(jnp.ones(shape, dtype) for _ in range(pair.policy.num_layers))
+    queries = jnp.ones((rows, groups, heads // groups, pair.policy.head_dim), dtype)
+    calls["bare attention"] = timed(trips(bare_attention), caches, queries)
+    calls["bare draft"] = timed(trips(bare_draft_step), pair.draft, jnp.ones((rows, width), dtype))
+    for k in config.draft_lengths:
+        engine = engine_of(pair, k, config.survival)
+        calls[f"round {k}"] = round_call(pair, engine, rows, context)
+        calls[f"bare verify {k}"] = bare(rows * (k + 1))
+        if config.parts:
+            named = part_calls(pair, engine, rows, context)
+            calls |= {f"{name} {k}": call for name, call in named.items()}
+    seconds = in_turn(calls, config.repeats)
+    typical = {name: sorted(values)[len(values) // 2] for name, values in seconds.items()}
+    of_step = ratio(seconds["step"], seconds["bare step"])
+    of_products = ratio(seconds["step"], seconds["bare step"] + seconds["bare attention"])
+    table = []
+    for k in config.draft_lengths:
+        whole, verify = seconds[f"round {k}"], seconds[f"bare verify {k}"]
+        floor = (verify + k * seconds["bare draft"]) / seconds["bare step"]
+        cost = ratio(whole, seconds["step"])
+        over = ratio(whole / seconds["step"], floor)
+        row = {
+            "rows": rows,
+            "context": context,
+            "draft_length": k,
+            "step_ms": 1e3 * typical["step"],
+            "step_over_bare": of_step[0],
+            "step_over_bare_high": of_step[2],
+            "step_over_products": of_products[0],
+            "step_over_products_high": of_products[2],
+            "round_ms": 1e3 * typical[f"round {k}"],
+            "round_cost": cost[0],
+            "floor": float(sorted(floor)[len(floor) // 2]),
+            "over_floor": over[0],
+            "over_floor_low": over[1],
+            "over_floor_high": over[2],
+            "forward_over_bare": float("nan"),
+        }
+        if config.parts:
+            parts = {name: 1e3 * typical[f"{name} {k}"] for name in ("draft", "forward", "draw")}
+            row |= {f"{name}_ms": value for name, value in parts.items()}
+            row["bookkeeping_ms"] = row["round_ms"] - sum(parts.values())
+            row["forward_over_bare"] = ratio(seconds[f"forward {k}"], verify)[0]
+        table.append(row)
+    return table
+
+
+def main(config: Config) -> None:
+    """Measure, write and print."""
+    check_output(config.run, SCRIPT, policy=config.model.policy, drafter=config.model.drafter)
+    out = open_output(config.run, config, SCRIPT)
+    pair = open_expanded(config.model, config.run.seed)
+    cases = [(rows, context) for context in config.contexts for rows in config.rows]
+    table: list[dict[str, Any]] = []
+    with progress("cases", len(cases)) as advance:
+        for rows, context in cases:
+            table += measure(pair, config, rows, context)
+            advance(1, f"{rows} rows, {context} tokens")
+    source = provenance(config.run.seed) | parts_of(pair, config.model)
+    write_results(out, table, "Cost of a round", source)
+    worst = max(table, key=lambda row: row["over_floor"])
+    write_json(out / "summary.json", {"worst_over_floor": worst["over_floor"]} | source)
+    print(markdown_table(table), flush=True)
+
+
+if __name__ == "__main__":
+    run_main(main, Config, PRESETS)

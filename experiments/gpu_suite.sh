@@ -1,0 +1,49 @@
+#!/usr/bin/env bash
+# Everything that a new accelerator should show, in under 8 minutes on one GPU: parity with transformers,
+# exactness of speculation, cost of a round, speed of rollouts.
+#
+#   experiments/gpu_suite.sh OUT          8B shape in bfloat16, expanded, 2,048 tokens of context
+#   experiments/gpu_suite.sh OUT toy      the same programs at toy size, on whatever is there
+set -euo pipefail
+
+out=${1:?usage: experiments/gpu_suite.sh OUT [toy]}
+size=${2:-8b}
+cd "$(dirname "$0")/.."
+python=${PYTHON:-python}
+if [ -e "$out" ]; then
+    echo "error: $out exists; name a new folder" >&2
+    exit 1
+fi
+mkdir -p "$out"
+
+# XLA may run a loop's body as one CUDA graph; the loops of a rollout are what it is for.
+export XLA_FLAGS="${XLA_FLAGS:-} --xla_gpu_enable_command_buffer=FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL"
+export JAX_PLATFORMS=${JAX_PLATFORMS:-$($python -c 'import jax; print(jax.default_backend().replace("gpu", "cuda"))')}
+
+if [ "$size" = toy ]; then
+    shape=(--shape 25m)
+    rows=(1 2) contexts=(32) lengths=(3) repeats=3 prompt=16 survival=(0.877)
+else
+    shape=(--shape "$size" --dtype bfloat16)
+    rows=(1 32) contexts=(2048) lengths=(3) repeats=5 prompt=2048 survival=(0.877)
+fi
+
+step() { printf '\n== %s (%ss)\n' "$1" "$SECONDS"; }
+
+step "parity with transformers (float32, full precision)"
+JAX_DEFAULT_MATMUL_PRECISION=highest $python -m pytest -q -m ci tests/test_models_parity.py -p no:cacheprovider \
+    > "$out/parity.txt" 2>&1 || echo "FAILED, see $out/parity.txt"
+tail -1 "$out/parity.txt"
+
+step "exactness: tokens with and without drafts"
+$python -m experiments.losslessness --preset smoke --out "$out/losslessness"
+
+step "cost of a round"
+$python -m experiments.bench_round_cost "${shape[@]}" --rows "${rows[@]}" --contexts "${contexts[@]}" \
+    --draft-lengths "${lengths[@]}" --repeats "$repeats" --out "$out/round_cost"
+
+step "rollouts"
+$python -m experiments.bench_rollout "${shape[@]}" --rows 1 --lengths equal --tokens 256 --prompt-tokens "$prompt" \
+    --survival "${survival[@]}" --repeats "$repeats" --out "$out/rollout"
+
+step "done"

@@ -1,0 +1,147 @@
+"""Seconds of a round, measured on rows in the middle of their responses.
+
+The controller's cost table is made here, once, at the start of a run: a few rounds of every body, in turn.
+It is saved beside the run and read again on resume, never measured anew: what a clock said is part of the state.
+"""
+
+import json
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Int
+
+from specrl_jax.data.prompts import Prompts
+from specrl_jax.errors import InputError
+from specrl_jax.models.params import PolicyParams
+from specrl_jax.rollout.control import Body, Control, initial_control
+from specrl_jax.rollout.engine import Batch, RolloutEngine
+from specrl_jax.rollout.noise import sequence_keys
+from specrl_jax.rollout.pool import Pool
+
+Step = Callable[[Any, Any, Batch], Batch]
+
+
+def standing_batch(engine: RolloutEngine, rows: int, context: int, control: Control | None = None) -> Batch:
+    """`rows` live rows with `context` tokens of nothing in particular in the cache of policy and drafter.
+
+    The engine must sample one response per prompt; there is room for `max_new_tokens` more.
+    """
+    width = context + 1
+    lengths = jnp.full((rows,), width, jnp.int32)
+    prompts = Prompts(jnp.zeros((rows, width), jnp.int32), lengths, jnp.arange(rows, dtype=jnp.uint32))
+    batch = engine._empty(prompts, control)
+    all_rows, pages = batch.rows.table.shape
+    ids = jnp.arange(all_rows * pages, dtype=jnp.int32).reshape(all_rows, pages)
+    read = jnp.full((all_rows,), context, jnp.int32)
+    drafter = batch.rows.drafter
+    if drafter is not None and hasattr(drafter, "length"):
+        drafter = replace(drafter, length=read)
+    filled = replace(
+        batch.rows,
+        table=ids,
+        used=jnp.full((all_rows,), pages, jnp.int32),
+        length=read,
+        drafter=drafter,
+        sequence=jnp.arange(all_rows, dtype=jnp.int32),
+        keys=sequence_keys(0, "evaluation", 0, prompts.row_ids, jnp.zeros((all_rows,), jnp.int32)),
+        limit=jnp.full((all_rows,), engine.config.max_new_tokens, jnp.int32),
+        done=jnp.zeros((all_rows,), bool),
+    )
+    holders = batch.pool.holders.at[ids.reshape(-1)].set(1, mode="drop")
+    pool = replace(batch.pool, holders=holders)
+    started = jnp.int32(rows)
+    return replace(batch, rows=filled, pool=pool, started=started, waiting=replace(batch.waiting, count=started))
+
+
+@dataclass
+class Timed:
+    """Rounds of one kind that can be called again and again; each call starts from the same rows.
+
+    program: compiled. rounds: per call. batch: the rows. pool: the cache, handed from call to call.
+    """
+
+    program: Any
+    rounds: int
+    batch: Batch
+    pool: Pool
+
+    def __call__(self, params: PolicyParams, draft: Any) -> float:
+        """Seconds per round."""
+        start = time.perf_counter()
+        self.pool, tokens = self.program(params, draft, replace(self.batch, pool=None), self.pool)  # type: ignore[arg-type]
+        jax.block_until_ready(tokens)
+        return (time.perf_counter() - start) / self.rounds
+
+
+def timed_rounds(step: Step, batch: Batch, rounds: int) -> Timed:
+    """`step`, `rounds` times in one program, from `batch`; nothing of the cache is copied between calls."""
+
+    def run(params: PolicyParams, draft: Any, rest: Any, pool: Pool) -> tuple[Pool, Int[Array, ""]]:
+        start = replace(rest, pool=pool)
+        after = jax.lax.fori_loop(0, rounds, lambda _, b: step(params, draft, b), start)
+        return after.pool, jnp.sum(after.rows.emitted)
+
+    return Timed(jax.jit(run, donate_argnums=3), rounds, batch, batch.pool)
+
+
+def measure_costs(
+    engine: RolloutEngine, params: PolicyParams, draft: Any, rows: int, context: int, repeats: int = 3, rounds: int = 4
+) -> Control:
+    """A controller with the measured seconds of every body of an adaptive engine for so many rows.
+
+    Every body is timed in turn, `repeats` times, at `context` tokens per row; what a longer context costs is
+    predicted from the bytes that attention reads. Compilation is not counted and not small: a program per body.
+    """
+    bodies = engine.config.bodies_for(rows)
+    single = replace(engine, config=replace(engine.config, samples_per_prompt=1, cache_bytes=None, rows=None))
+    flat = initial_control(np.ones(len(bodies)))
+    calls = [_body_call(single, flat, index, body, bodies, context, rounds) for index, body in enumerate(bodies)]
+    for call in calls:
+        call(params, draft)
+    seconds = np.array([[call(params, draft) for call in calls] for _ in range(repeats)])
+    typical = np.median(seconds, axis=0)
+    leaves = jax.tree.leaves(params)
+    weight_bytes = sum(leaf.nbytes for leaf in leaves)
+    alone = min(typical[i] for i, body in enumerate(bodies) if body.tokens == body.rows == min(b.rows for b in bodies))
+    per_slot = alone * engine.page_bytes() / engine.numerics.key_block / weight_bytes
+    typical = np.maximum(typical - per_slot * context * np.array([body.rows for body in bodies]), 0.1 * typical)
+    head = sum(leaf.nbytes for leaf in jax.tree.leaves(draft))
+    return initial_control(typical, per_slot, alone * head / weight_bytes)
+
+
+def _body_call(
+    engine: RolloutEngine, control: Control, index: int, body: Body, bodies: tuple[Body, ...], context: int, rounds: int
+) -> Timed:
+    """Rounds of one body, all its rows live."""
+    # The batch has the rows of this body alone; the table's other entries are never looked at.
+    others = tuple(Body(min(b.rows, body.rows), max(min(b.rows, body.rows), b.tokens)) for b in bodies)
+    own = replace(engine, config=replace(engine.config, bodies=(*others[:index], body, *others[index + 1 :])))
+    batch = standing_batch(own, body.rows, context, control)
+    return timed_rounds(lambda p, d, b: own.chosen_round(p, d, b, index, body), batch, rounds)
+
+
+def save_costs(path: Path, control: Control, bodies: tuple[Body, ...]) -> None:
+    """Write a cost table as JSON."""
+    table = [[body.rows, body.tokens, float(s)] for body, s in zip(bodies, control.seconds, strict=True)]
+    costs = {"bodies": table, "per_slot": float(control.per_slot), "per_step": float(control.per_step)}
+    path.write_text(json.dumps(costs, indent=1) + "\n")
+
+
+def load_costs(path: Path, bodies: tuple[Body, ...]) -> Control:
+    """A controller from a saved cost table; InputError when it is of other bodies."""
+    try:
+        costs = json.loads(path.read_text())
+        saved = tuple(Body(int(rows), int(tokens)) for rows, tokens, _ in costs["bodies"])
+        seconds = np.array([entry[2] for entry in costs["bodies"]])
+        per_slot, per_step = float(costs["per_slot"]), float(costs["per_step"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise InputError(f"cost table {path} cannot be read ({error}); delete it to measure anew") from error
+    if saved != bodies:
+        raise InputError(f"cost table {path} is of other rounds than {bodies}; delete it to measure anew")
+    return initial_control(seconds, per_slot, per_step)

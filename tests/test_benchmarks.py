@@ -1,0 +1,96 @@
+"""Benchmarks: options are checked, synthetic acceptance is geometric, cost tables come back, ratios are paired."""
+
+import json
+import re
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from scripts import SCRIPTS, refusal, run_script
+
+from experiments.bench_models import SyntheticMatch, in_turn, ratio
+from specrl_jax.errors import InputError
+from specrl_jax.models.tree import Tree
+from specrl_jax.rollout.control import Body, initial_control
+from specrl_jax.rollout.draws import KeyedDraws
+from specrl_jax.rollout.noise import sequence_keys
+from specrl_jax.training.costs import load_costs, save_costs
+
+pytestmark = pytest.mark.ci
+
+
+@pytest.mark.parametrize(
+    ("script", "sentence", "argv"),
+    [
+        ("bench_round_cost", "--shape is 9b; choose one of 25m, deep-95m", ("--shape", "9b")),
+        ("bench_round_cost", "--policy and --drafter belong together", ("--policy", "somewhere")),
+        ("bench_round_cost", "--rows must name at least one number", ("--rows", 0)),
+        ("bench_round_cost", "--draft-lengths must name at least one number", ("--draft-lengths", 0)),
+        ("bench_round_cost", "--repeats is 1", ("--repeats", 1)),
+        ("bench_rollout", "--rows must name at least one number", ("--rows", 0)),
+        ("bench_rollout", "--survival is (1.0,); choose probabilities", ("--survival", 1.0)),
+        ("bench_rollout", "--policy and --drafter belong together", ("--drafter", "somewhere")),
+    ],
+)
+def test_bad_input_is_refused(monkeypatch, capsys, tmp_path, script, sentence, argv):
+    assert sentence in refusal(monkeypatch, capsys, SCRIPTS[script], *argv, "--out", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_synthetic_acceptance_is_geometric():
+    rows, depth, survival = 20_000, 3, 0.877
+    keys = sequence_keys(0, "evaluation", 0, jnp.arange(rows, dtype=jnp.uint32), jnp.zeros((rows,), jnp.int32))
+    drafts = jnp.tile(jnp.arange(1, depth + 1, dtype=jnp.int32)[None], (rows, 1)).at[: rows // 2, 2].set(-1)
+    own = jnp.full((rows, depth + 1), 9, jnp.int32)
+    rule = SyntheticMatch(survival=survival)
+    proposed = rule.decide(Tree.chain(depth), drafts, own, None, None, KeyedDraws(keys))
+    accepted = np.asarray(proposed.accepted)
+    assert accepted[: rows // 2].max() == 2  # a slot without a draft is never accepted
+    whole = accepted[rows // 2 :]
+    for depth_reached in (1, 2, 3):
+        assert abs(np.mean(whole >= depth_reached) - survival**depth_reached) < 0.015
+    for row in (0, rows - 1):
+        tokens = np.asarray(proposed.tokens[row])
+        np.testing.assert_array_equal(tokens[: accepted[row]], np.arange(1, accepted[row] + 1))
+        assert tokens[accepted[row]] == 9
+
+
+def test_ratios_are_paired_and_have_an_interval():
+    rng = np.random.default_rng(0)
+    noise = rng.uniform(1.0, 3.0, 15)  # a busy neighbour slows both arms of a turn
+    middle, low, high = ratio(2.0 * noise, noise)
+    assert (middle, low, high) == (2.0, 2.0, 2.0)
+    covered = 0
+    for _ in range(400):
+        _, low, high = ratio(np.exp(rng.normal(0.0, 0.3, 15)), np.ones(15))
+        covered += low <= 1.0 <= high
+    assert covered >= 0.93 * 400
+    order = []
+    in_turn({"a": lambda: order.append("a") or 1.0, "b": lambda: order.append("b") or 2.0}, 2)
+    assert order == ["a", "b"] * 3
+
+
+def test_a_cost_table_comes_back(tmp_path):
+    bodies = (Body(4, 4), Body(4, 16))
+    path = tmp_path / "costs.json"
+    save_costs(path, initial_control(np.array([0.5, 0.75]), 1e-6, 2e-3), bodies)
+    again = load_costs(path, bodies)
+    np.testing.assert_array_equal(again.seconds, [0.5, 0.75])
+    assert (float(again.per_slot), float(again.per_step)) == (np.float32(1e-6), np.float32(2e-3))
+    with pytest.raises(InputError, match="is of other rounds than"):
+        load_costs(path, (Body(4, 4), Body(4, 8)))
+    path.write_text("{")
+    with pytest.raises(InputError, match="cannot be read"):
+        load_costs(path, bodies)
+
+
+def test_rollouts_are_timed_at_a_small_shape(monkeypatch, tmp_path):
+    out = tmp_path / "out"
+    argv = ("--preset", "smoke", "--shape", "25m", "--tokens", 4, "--costs", tmp_path / "costs", "--out", out)
+    run_script(monkeypatch, SCRIPTS["bench_rollout"], *argv)
+    rows = json.loads((out / "results.json").read_text())["rows"]
+    assert [row["draft_length"] for row in rows] == ["0", "2", "adaptive"]
+    assert rows[0]["speedup"] == 1.0
+    assert rows[1]["acceptance_length"] > 1.0
+    assert re.fullmatch(r"(\d+x\d+:\d+ ?)+", rows[2]["bodies"])
+    assert (tmp_path / "costs.2.json").is_file()

@@ -164,11 +164,12 @@ def fixed_arm(engine: RolloutEngine, pair: Pair, work: Work) -> Arm:
 
 def adaptive_arm(engine: RolloutEngine, pair: Pair, draft: Any, work: Work, control: Any) -> Arm:
     """The controller. Every rollout starts with what the one before learned, as in training."""
-    program = jax.jit(engine.adaptive_rollout)
+    program = jax.jit(engine.rollout)
     keys, state = noise(work), [control]
 
     def call() -> Trajectory:
-        trajectory, state[0] = program(pair.params, draft, work.prompts, keys, state[0], jnp.asarray(work.limits))
+        trajectory = program(pair.params, draft, work.prompts, keys, jnp.asarray(work.limits), state[0])
+        state[0] = trajectory.control
         return trajectory
 
     return Arm(call)

@@ -120,6 +120,8 @@ class Model:
     def engine(self, sampling: SamplingOptions) -> RolloutEngine:
         """The rollout engine; InputError when an option is out of range or does not fit the policy."""
         draft_length = sampling.speculation.draft_length
+        if sampling.speculation.adaptive:
+            raise InputError("--adaptive needs a cost table, which train_grpo keeps; choose a --draft-length")
         if draft_length is None:
             draft_length = 0 if self.drafter is None else 3
         rollout = RolloutConfig(

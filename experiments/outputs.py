@@ -37,6 +37,7 @@ RUN_FILES = (
     "results.json",
     "results.md",
     "samples.txt",
+    "costs.json",
     "wandb_id",
     "*.tmp",
     "*.png",

@@ -49,6 +49,8 @@ class SpeculationOptions:
 
     draft_length: int | None = None
     """Drafts per round on the longest path, 0 for none; by default 3 with a drafter."""
+    adaptive: bool = False
+    """Let costs and acceptance choose the drafts of every round, up to --draft-length (7 by default)."""
     rule: Literal["match", "ratio", "block"] = "match"
     """match: the tokens of the run without speculation; ratio, block: its law. At temperature 0 all are greedy."""
     branches: int = 1
@@ -67,6 +69,8 @@ class SpeculationOptions:
             raise InputError(f"--lenience is {self.lenience} with --rule {self.rule}; it belongs to --rule ratio")
         if self.tree == "full" and self.branches == 1:
             raise InputError("--tree is full with --branches 1, a chain; choose more branches")
+        if self.adaptive and (self.rule != "match" or self.branches > 1 or self.draft_length == 0):
+            raise InputError("--adaptive chooses the length of chains under --rule match; leave out what is against it")
         _ = self.verification
 
     @property

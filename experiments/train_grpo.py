@@ -54,10 +54,12 @@ from specrl_jax.rl.program import GrpoProgram
 from specrl_jax.rl.rewards import RIGHT
 from specrl_jax.rl.scoring import Scorer
 from specrl_jax.rollout.config import RolloutConfig
+from specrl_jax.rollout.control import Control
 from specrl_jax.rollout.engine import RolloutEngine
 from specrl_jax.rollout.sampling import SamplingLaw
 from specrl_jax.rollout.trajectory import Sequences, Trajectory, to_sequences
 from specrl_jax.training.checkpoints import latest_step, restore_checkpoint
+from specrl_jax.training.costs import load_costs, measure_costs, save_costs
 from specrl_jax.training.draft_head import OfflineDraftTraining
 from specrl_jax.training.grpo_run import GrpoRun, RunConfig, grpo_checkpoints
 from specrl_jax.training.metrics import read_metrics
@@ -85,9 +87,11 @@ class Session:
     def draft_length(self) -> int:
         """Drafts per round of the speculative arm."""
         chosen = self.config.speculation.draft_length
-        return 3 if chosen is None else chosen
+        return (7 if self.config.speculation.adaptive else 3) if chosen is None else chosen
 
-    def engine(self, draft_length: int, samples: int, temperature: float | None = None) -> RolloutEngine:
+    def engine(
+        self, draft_length: int, samples: int, temperature: float | None = None, *, adaptive: bool = False
+    ) -> RolloutEngine:
         """A rollout engine of this policy and drafter, by default at the run's temperature."""
         rollout = RolloutConfig(
             max_new_tokens=self.config.max_new_tokens,
@@ -95,6 +99,7 @@ class Session:
             draft_length=draft_length,
             law=self.config.law.law(self.workload.end_ids, temperature),
             rule=self.config.speculation.verification,
+            adaptive=adaptive,
         )
         return RolloutEngine(self.policy, rollout, self.numerics, self.drafter if draft_length else None)
 
@@ -127,7 +132,8 @@ class Session:
         drafting = (
             self.draft_training(draft.online_optimizer.for_updates(config.steps), draft.microbatch) if online else None
         )
-        engine = self.engine(draft_length, config.samples)
+        adaptive = config.speculation.adaptive and draft_length > 0
+        engine = self.engine(draft_length, config.samples, adaptive=adaptive)
         step = GrpoStep(engine, self.scorer, update, drafting, config.run.seed, config.couple_epochs)
         return GrpoProgram(step, self.mesh, config.prompts, self.workload.in_graph, config.shuffle_rewards)
 
@@ -254,12 +260,30 @@ class Start:
     reference: PolicyParams | None
 
 
+def controller(session: Session, engine: RolloutEngine, folder: Path, start: Start) -> Control | None:
+    """The draft-length controller, its cost table measured once and kept in the folder; None for a fixed length."""
+    if not engine.config.adaptive:
+        return None
+    path = folder / "costs.json"
+    prompts = session.config.prompts // session.mesh.size
+    rows = engine.layout(prompts, session.workload.prompt_width).rows
+    bodies = engine.config.bodies_for(rows)
+    if path.exists():
+        return load_costs(path, bodies)
+    print(f"measuring {len(bodies)} kinds of rounds", flush=True)
+    context = session.workload.prompt_width + session.config.max_new_tokens // 4
+    control = measure_costs(engine, start.params, start.draft, rows, context)
+    save_costs(path, control, bodies)
+    return control
+
+
 def run_arm(session: Session, label: str, folder: Path, draft_length: int, start: Start, examiner: Examiner) -> Arm:
     """One GRPO run in its folder, and what it left."""
     config = session.config
     folder.mkdir(parents=True, exist_ok=True)
     program = session.program(draft_length)
-    state = program.step.init(start.params, start.draft if draft_length else None, start.reference)
+    control = controller(session, program.step.engine, folder, start)
+    state = program.step.init(start.params, start.draft if draft_length else None, start.reference, control)
     best = max((row["accuracy"] for row in read_metrics(folder) if "accuracy" in row), default=-1.0)
 
     def evaluate(state: GrpoState) -> dict[str, Any]:

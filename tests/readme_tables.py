@@ -12,6 +12,7 @@ from typing import Any
 from experiments.outputs import markdown_table
 
 ROOT = Path(__file__).parents[1]
+SPEED = ROOT / "results" / "speed"
 LOSSLESSNESS = ROOT / "results" / "losslessness"
 
 
@@ -91,11 +92,71 @@ def acceptance_table() -> str:
     return markdown_table([*found.values(), entropy])
 
 
+def round_cost_table() -> str:
+    """Cost of a round beside its floor, from results/speed/round_cost.json."""
+    rows = []
+    for row in _read(SPEED / "round_cost.json")["rows"]:
+        rows.append(
+            {
+                "rows": row["rows"],
+                "context": row["context"],
+                "drafts": row["draft_length"],
+                "step (ms)": f"{row['step_ms']:.1f}",
+                "step / products": f"{row['step_over_products']:.2f}",
+                "step / products with weights": f"{row['step_over_bare']:.2f}",
+                "round / step": f"{row['round_cost']:.2f}",
+                "floor": f"{row['floor']:.2f}",
+                "over floor": f"{row['over_floor']:.2f} ({row['over_floor_low']:.2f} to {row['over_floor_high']:.2f})",
+            }
+        )
+    return markdown_table(rows)
+
+
+def rollout_table() -> str:
+    """Rollouts with drafts over rollouts without, from results/speed/rollout_*.json."""
+    rows = []
+    for path in sorted(SPEED.glob("rollout_*.json")):
+        for row in _read(path)["rows"]:
+            synthetic = row["synthetic_survival"]
+            rows.append(
+                {
+                    "rows": row["rows"],
+                    "lengths": row["lengths"],
+                    "acceptance": f"synthetic, {synthetic:g}" if synthetic else "real",
+                    "drafts": row["draft_length"],
+                    "acceptance length": row["acceptance_length"],
+                    "tokens / s": f"{row['tokens_per_second']:.0f}",
+                    "speed-up": f"{row['speedup']:.2f} ({row['speedup_low']:.2f} to {row['speedup_high']:.2f})",
+                }
+            )
+    return markdown_table(rows)
+
+
+def peers_table() -> str:
+    """Our rollouts beside other engines', from results/speed/peers.json."""
+    rows = []
+    for row in _read(SPEED / "peers.json")["rows"]:
+        interval = f"{row['speedup']:.2f} ({row['speedup_low']:.2f} to {row['speedup_high']:.2f})"
+        rows.append(
+            {
+                "rows": row["rows"],
+                "engine": row["arm"],
+                "tokens / s": f"{row['tokens_per_second']:.0f}",
+                "its time / ours": interval,
+                "bare products (ms)": None if row["products_ms"] is None else f"{row['products_ms']:.2f}",
+            }
+        )
+    return markdown_table(rows)
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "demo": demo_table,
     "losslessness": losslessness_table,
     "invariance_cost": invariance_cost_table,
     "acceptance": acceptance_table,
+    "round_cost": round_cost_table,
+    "rollout": rollout_table,
+    "peers": peers_table,
 }
 
 

@@ -6,10 +6,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tiny import INVARIANT, POLICY, keys_of, random_eagle3, tiny_params, tiny_prompts
+from jax.sharding import PartitionSpec as P
+from test_rollout_programs import COLLECTIVE, instructions_in_loops
+from tiny import INVARIANT, POLICY, keys_of, random_eagle3, take_prompts, tiny_params, tiny_prompts
+from tiny import run as run_alone
 
 from specrl_jax.errors import InputError
 from specrl_jax.models.numerics import Numerics
+from specrl_jax.parallel.mesh import DATA, MeshConfig, make_mesh
 from specrl_jax.rollout.config import RolloutConfig
 from specrl_jax.rollout.control import (
     BINS,
@@ -20,6 +24,7 @@ from specrl_jax.rollout.control import (
     default_bodies,
     initial_control,
     learn,
+    merge,
 )
 from specrl_jax.rollout.engine import RolloutEngine
 from specrl_jax.rollout.rules import Block, Match
@@ -45,10 +50,15 @@ def plain(**settings):
     return jax.device_get(jax.jit(engine.rollout)(tiny_params(), None, PROMPTS, KEYS))
 
 
+def adaptive(engine, control):
+    program = jax.jit(lambda *a: engine.rollout(*a[:4], control=a[4]))
+    return jax.device_get(program(tiny_params(), random_eagle3()[1], PROMPTS, KEYS, control))
+
+
 @pytest.fixture(scope="module")
 def program():
     engine = engine_of()
-    return jax.jit(engine.adaptive_rollout)
+    return jax.jit(lambda *a: engine.rollout(*a[:4], control=a[4]))
 
 
 def table(**cheap):
@@ -75,7 +85,8 @@ TABLES = {
 
 @pytest.mark.parametrize("name", TABLES)
 def test_the_tokens_are_those_without_drafts(program, name):
-    ours, control = jax.device_get(program(tiny_params(), random_eagle3()[1], PROMPTS, KEYS, TABLES[name]))
+    ours = jax.device_get(program(tiny_params(), random_eagle3()[1], PROMPTS, KEYS, TABLES[name]))
+    control = ours.control
     assert_same(ours, plain())
     stats, used = ours.stats, ours.stats.bodies
     assert stats.accepted + stats.rounds + stats.cut_accepted <= ours.lengths.sum()
@@ -104,23 +115,18 @@ def test_the_tokens_are_those_without_drafts(program, name):
 def test_few_rows_and_waiting_sequences(rows):
     engine = engine_of(rows=rows, bodies=None)
     control = initial_control(np.ones(len(engine.config.bodies_for(rows))))
-    ours, _ = jax.jit(engine.adaptive_rollout)(tiny_params(), random_eagle3()[1], PROMPTS, KEYS, control)
-    assert_same(jax.device_get(ours), plain())
+    assert_same(adaptive(engine, control), plain())
 
 
 def test_a_penalty_sees_the_drafts_before_it():
     law = SamplingLaw(repetition_penalty=2.0, end_ids=(1, 7))
-    ours, _ = jax.jit(engine_of(law=law).adaptive_rollout)(
-        tiny_params(), random_eagle3()[1], PROMPTS, KEYS, TABLES["always"]
-    )
-    assert_same(jax.device_get(ours), plain(law=law))
+    assert_same(adaptive(engine_of(law=law), TABLES["always"]), plain(law=law))
 
 
 def test_plain_numerics():
-    ours, _ = jax.jit(engine_of(numerics=Numerics(key_block=8)).adaptive_rollout)(
-        tiny_params(), random_eagle3()[1], PROMPTS, KEYS, TABLES["always"]
-    )
-    np.testing.assert_array_equal(jax.device_get(ours).tokens, plain(numerics=Numerics(key_block=8)).tokens)
+    numerics = Numerics(key_block=8)
+    ours = adaptive(engine_of(numerics=numerics), TABLES["always"])
+    np.testing.assert_array_equal(ours.tokens, plain(numerics=numerics).tokens)
 
 
 def test_dealing_takes_the_likeliest_prefixes():
@@ -177,9 +183,35 @@ def test_what_cannot_be_chosen_from_is_refused():
         engine_of(bodies=(Body(1, 1),) * 13)
     engine = engine_of(bodies=(Body(4, 4),))
     with pytest.raises(InputError, match="rollout bodies hold at most 4 rows of 15"):
-        engine.adaptive_rollout(tiny_params(), None, PROMPTS, KEYS, initial_control(np.ones(1)))
+        engine.rollout(tiny_params(), None, PROMPTS, KEYS, control=initial_control(np.ones(1)))
     engine = replace(engine, config=replace(engine.config, bodies=BODIES))
     with pytest.raises(InputError, match="7 rounds to choose from, and a cost table of 1"):
-        engine.adaptive_rollout(tiny_params(), None, PROMPTS, KEYS, initial_control(np.ones(1)))
+        engine.rollout(tiny_params(), None, PROMPTS, KEYS, control=initial_control(np.ones(1)))
     with pytest.raises(InputError, match="cost table is"):
         initial_control(np.array([1.0, 0.0]))
+
+
+def test_two_devices_give_the_tokens_of_one_without_talking_in_the_loops():
+    prompts = take_prompts(PROMPTS, [0, 1, 2, 3])
+    keys, draft = keys_of(prompts, SAMPLES), random_eagle3()[1]
+    engine = engine_of(bodies=(Body(6, 6), Body(6, 18)))
+    costs = initial_control(np.array([1.0, 1.5]))
+
+    def run(params, draft, prompts, keys, control):
+        trajectory = engine.rollout(params, draft, prompts, keys, control=control)
+        return trajectory.tokens, trajectory.stats.steps[None], merge(control, trajectory.control, DATA)
+
+    mesh, rows = make_mesh(MeshConfig(data=2)), P(DATA)
+    specs = {"in_specs": (P(), P(), rows, rows, P()), "out_specs": (rows, rows, P())}
+    program = jax.jit(jax.shard_map(run, mesh=mesh, **specs, check_vma=False))
+    compiled = program.lower(tiny_params(), draft, prompts, keys, costs).compile()
+    tokens, steps, control = jax.device_get(compiled(tiny_params(), draft, prompts, keys, costs))
+    alone = run_alone(engine_of(False), prompts, keys, tiny_params())
+    np.testing.assert_array_equal(tokens, alone.tokens)
+    assert steps[0] != steps[1]  # each device goes its own way
+    assert control.accepted.sum() > costs.accepted.sum()
+    hlo = compiled.as_text()
+    _, inside = instructions_in_loops(hlo)
+    assert COLLECTIVE.search(hlo), "the sum of what was learned, after the loops"
+    assert not COLLECTIVE.search(inside)
+    assert "callback" not in hlo

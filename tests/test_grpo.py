@@ -29,6 +29,7 @@ from specrl_jax.rl.optimizers import OptimizerConfig
 from specrl_jax.rl.program import GrpoProgram
 from specrl_jax.rl.scoring import Scorer
 from specrl_jax.rollout.config import RolloutConfig
+from specrl_jax.rollout.control import Body, initial_control
 from specrl_jax.rollout.engine import RolloutEngine
 from specrl_jax.rollout.rules import Match, Ratio
 from specrl_jax.rollout.sampling import SamplingLaw
@@ -79,9 +80,11 @@ def make_program(
     loss_law=None,
     rule=None,
     couple_epochs=False,
+    bodies=None,
     **changes,
 ):
-    rollout = RolloutConfig(12, SAMPLES, draft_length, law, rule or Match(), ladder=(1.0,))
+    adaptive = {"adaptive": bodies is not None, "bodies": bodies}
+    rollout = RolloutConfig(12, SAMPLES, draft_length, law, rule or Match(), **adaptive, ladder=(1.0,))
     engine = RolloutEngine(POLICY, rollout, numerics, Eagle3Drafter(HEAD) if draft_length else None)
     scorer = Scorer(POLICY, loss_law or law, numerics)
     online = online and draft_length > 0
@@ -126,6 +129,25 @@ def autoregressive():
     program = make_program(0)
     state, outputs = program.scanned(2)(first_state(program))
     return state, *outputs
+
+
+@pytest.mark.parametrize("data", [1, 2])
+def test_a_controller_changes_nothing_but_itself(data):
+    """Two scanned steps whose draft lengths are chosen on the way; the devices share what they learn."""
+    rows = GROUPS * SAMPLES // data
+    bodies = (Body(rows, rows), Body(rows, 3 * rows))
+    program = make_program(3, bodies=bodies, data=data)
+    costs = initial_control(np.array([1.0, 1.5]))
+    state, (_, trajectories, _) = program.scanned(2)(first_state(program, control=costs))
+    expected, _, plain_trajectories, _ = autoregressive()
+    np.testing.assert_array_equal(trajectories.tokens, plain_trajectories.tokens)
+    assert sha(state.params) == sha(expected.params) or data > 1  # two devices add gradients in another order
+    stats = trajectories.stats
+    assert stats.bodies.sum() > 0
+    assert stats.rounds.sum() > 0
+    learned = state.control.accepted.sum() - costs.accepted.sum()
+    assert learned == stats.accepted.sum()
+    np.testing.assert_array_equal(state.control.seconds, costs.seconds)
 
 
 @functools.lru_cache

@@ -134,6 +134,8 @@ def test_prompts_longer_than_the_cache_are_refused(refused, models):
         ("--repetition-penalty 0", "repetition_penalty is 0.0; it must be a number above 0"),
         ("--forbidden 3 4000", "forbidden token 4000 is not in the policy's vocabulary of 22"),
         ("--branches 0", "branches is 0; it must be at least 1"),
+        ("--adaptive --rule block", "--adaptive chooses the length of chains under --rule match; leave out what is"),
+        ("--adaptive --draft-length 0", "--adaptive chooses the length of chains under --rule match"),
         ("--tree full", "--tree is full with --branches 1, a chain; choose more branches"),
         ("--branches 2 --rule ratio", "--branches is 2 with --rule ratio; trees need --rule match"),
         ("--branches 3 --tree full --draft-length 7", "tree of 3 branches and depth 7 has 3279 drafts; choose at most"),
@@ -371,6 +373,19 @@ def test_a_run_killed_in_every_stage_resumes_to_the_same_bits(tmp_path, monkeypa
     assert not (out / "policy").exists()
     run_script(monkeypatch, train_grpo, *argv, "--out", out, "--resume")
     _assert_same_run(out, tmp_path / "whole")
+
+
+@pytest.mark.full
+def test_an_adaptive_run_resumes_with_the_cost_table_that_it_began_with(finished, options, tmp_path, monkeypatch):
+    """Its tokens are those of a fixed draft length, and nothing is measured a second time."""
+    out, argv = tmp_path / "run", (*options, "--adaptive")
+    _run_until_saved(grpo_run, 3, out, *argv)
+    costs = (out / "costs.json").read_bytes()
+    monkeypatch.setattr(train_grpo, "measure_costs", None)
+    run_script(monkeypatch, train_grpo, *argv, "--out", out, "--resume")
+    assert (out / "costs.json").read_bytes() == costs
+    for name in ("params_sha256", "trajectory_sha256"):
+        assert _read(out, "summary.json")[name] == _read(finished, "summary.json")[name]
 
 
 @pytest.mark.full

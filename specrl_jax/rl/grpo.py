@@ -36,6 +36,7 @@ from specrl_jax.rl.losses import LossConfig, loss_denominator, policy_loss
 from specrl_jax.rl.microbatches import MicrobatchConfig, over_microbatches
 from specrl_jax.rl.optimizers import OptimizerConfig, apply_gradients, make_optimizer
 from specrl_jax.rl.scoring import Scorer
+from specrl_jax.rollout.control import Control, merge
 from specrl_jax.rollout.engine import RolloutEngine
 from specrl_jax.rollout.noise import sequence_keys
 from specrl_jax.rollout.trajectory import Sequences, Trajectory, to_sequences
@@ -82,6 +83,7 @@ class GrpoState:
     reference: the policy of the KL penalty, or None.
     updates: optimizer steps of the policy so far; part of the noise key of the next rollout.
     issued: prompts issued so far, the global problem counter.
+    control: the draft-length controller, its cost table included; None where the draft length is fixed.
     """
 
     params: PolicyParams
@@ -91,6 +93,7 @@ class GrpoState:
     reference: PolicyParams | None
     updates: Int[Array, ""]
     issued: Array
+    control: Control | None = None
 
 
 @struct.dataclass
@@ -136,7 +139,11 @@ class GrpoStep:
             )
 
     def init(
-        self, params: PolicyParams, draft: Eagle3Params | None = None, reference: PolicyParams | None = None
+        self,
+        params: PolicyParams,
+        draft: Eagle3Params | None = None,
+        reference: PolicyParams | None = None,
+        control: Control | None = None,
     ) -> GrpoState:
         """The state before the first step."""
         draft_opt_state = None
@@ -150,6 +157,7 @@ class GrpoStep:
             reference=reference,
             updates=jnp.int32(0),
             issued=jnp.uint32(0),
+            control=control,
         )
 
     @property
@@ -172,9 +180,12 @@ class GrpoStep:
         """Responses to the prompts of this device; speculation counts are summed over the mesh."""
         keys = self.noise_keys(state, prompts)
         draft = state.draft if self.engine.speculative else None
-        trajectory = self.engine.rollout(state.params, draft, prompts, keys)
+        trajectory = self.engine.rollout(state.params, draft, prompts, keys, control=state.control)
         totals = lax.psum((trajectory.stats, trajectory.entropy_sum), DATA)
-        return dataclasses.replace(trajectory, stats=totals[0], entropy_sum=totals[1])
+        control = trajectory.control
+        if control is not None and state.control is not None:
+            control = merge(state.control, control, DATA)
+        return dataclasses.replace(trajectory, stats=totals[0], entropy_sum=totals[1], control=control)
 
     def prepare(self, state: GrpoState, trajectory: Trajectory) -> tuple[Sequences, Float[Array, "b t"] | None]:
         """Sequences with their old log-probs as configured, and the reference's where there is one."""
@@ -270,6 +281,7 @@ class GrpoStep:
             params=params,
             opt_state=opt_state,
             updates=state.updates + count,
+            control=trajectory.control,
             issued=state.issued + jnp.uint32(1) * lax.psum(trajectory.prompts.lengths.shape[0], DATA),
         )
         return new_state, metrics | self._reward_metrics(trajectory, rewards), left

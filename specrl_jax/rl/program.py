@@ -31,7 +31,7 @@ from specrl_jax.rollout.trajectory import Trajectory
 def trajectory_specs(rows: P) -> Any:
     """Partition of a trajectory: rows as given, counts replicated."""
     names = ("prompts", "tokens", "log_probs", "thresholds", "lengths", "ended")
-    return Trajectory(**dict.fromkeys(names, rows), entropy_sum=P(), stats=P())  # type: ignore[arg-type]  # a prefix of specs, not arrays
+    return Trajectory(**dict.fromkeys(names, rows), entropy_sum=P(), stats=P(), control=P())  # type: ignore[arg-type]  # a prefix of specs, not arrays
 
 
 def over_mesh(mesh: Mesh, fn: Callable[..., Any], in_specs: Any, out_specs: Any) -> Any:
@@ -121,7 +121,8 @@ class GrpoProgram:
 
         def run(state: GrpoState, prompts: Prompts) -> Any:
             draft = state.draft if self.step.engine.speculative else None
-            return self.step.engine.start(state.params, draft, prompts, self.step.noise_keys(state, prompts)).rows
+            keys = self.step.noise_keys(state, prompts)
+            return self.step.engine.start(state.params, draft, prompts, keys, state.control).rows
 
         return over_mesh(self.mesh, run, (P(), P(DATA)), P(DATA))
 

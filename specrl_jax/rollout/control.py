@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import struct
+from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from specrl_jax.errors import InputError
@@ -188,3 +189,9 @@ def learn(
     control = replace(control, drafted=control.drafted + total(judged), accepted=control.accepted + total(yes))
     seen = jnp.stack([jnp.sum(judged, axis=1), jnp.sum(yes, axis=1)], axis=1).astype(jnp.float32)
     return control, record * _MEMORY + seen
+
+
+def merge(before: Control, after: Control, axis: str) -> Control:
+    """What the devices of a mesh axis learned, together; all of them began with `before`."""
+    drafted, accepted = lax.psum((after.drafted - before.drafted, after.accepted - before.accepted), axis)
+    return replace(before, drafted=before.drafted + drafted, accepted=before.accepted + accepted)

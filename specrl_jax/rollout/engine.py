@@ -135,9 +135,7 @@ class RolloutEngine(AdaptiveRound):
                 )
         return Layout(rows, row_pages, together, prompt_pages, pages)
 
-    def _empty(
-        self, prompts: Prompts, control: Control | None = None, limits: Int[Array, "b"] | None = None
-    ) -> Batch:
+    def _empty(self, prompts: Prompts, control: Control | None = None, limits: Int[Array, "b"] | None = None) -> Batch:
         groups, width = prompts.tokens.shape
         self.check_prompt_width(width)
         layout = self.layout(groups, width)
@@ -304,9 +302,16 @@ class RolloutEngine(AdaptiveRound):
 
         return lax.while_loop(lambda b: self._can_read(b, False) | self._can_start(b, False), once, batch)
 
-    def start(self, params: PolicyParams, draft_params: Any, prompts: Prompts, keys: UInt32[Array, "b 2"]) -> Batch:
+    def start(
+        self,
+        params: PolicyParams,
+        draft_params: Any,
+        prompts: Prompts,
+        keys: UInt32[Array, "b 2"],
+        control: Control | None = None,
+    ) -> Batch:
         """Read prompts and start sequences until rows or pages are used up."""
-        return self._refill(params, draft_params, keys, self._empty(prompts))
+        return self._refill(params, draft_params, keys, self._empty(prompts, control))
 
     def round(self, params: PolicyParams, draft_params: Any, batch: Batch) -> tuple[Batch, Judged]:
         """One round of fixed draft length, of all rows that have the pages for it, and how it was judged."""
@@ -373,8 +378,9 @@ class RolloutEngine(AdaptiveRound):
         prompts: Prompts,
         keys: UInt32[Array, "b 2"],
         limits: Int[Array, "b"] | None = None,
+        control: Control | None = None,
     ) -> Trajectory:
-        """Sample `samples_per_prompt` responses to every prompt with a fixed draft length.
+        """Sample `samples_per_prompt` responses to every prompt.
 
         Args:
             params: the policy's.
@@ -383,22 +389,13 @@ class RolloutEngine(AdaptiveRound):
             keys: noise key of every sequence, `b = g * samples_per_prompt`, group-major
                 (`specrl_jax.rollout.noise.sequence_keys`).
             limits: most response tokens of each sequence, where they differ from `max_new_tokens`.
-        """
-        return self.finish(params, draft_params, self._empty(prompts, None, limits), keys).trajectory
+            control: where the draft length is adaptive, what chooses it; the trajectory has it as it ends.
 
-    def adaptive_rollout(
-        self,
-        params: PolicyParams,
-        draft_params: Any,
-        prompts: Prompts,
-        keys: UInt32[Array, "b 2"],
-        control: Control,
-        limits: Int[Array, "b"] | None = None,
-    ) -> tuple[Trajectory, Control]:
-        """`rollout` with the drafts of every round chosen by `control`, which is returned with what it learned."""
+        Raises:
+            InputError: prompts or cache budget do not fit, or the cost table is not of this rollout's bodies.
+        """
         batch = self.finish(params, draft_params, self._empty(prompts, control, limits), keys)
-        assert batch.control is not None
-        return batch.trajectory, batch.control
+        return replace(batch.trajectory, control=batch.control)
 
     def finish(self, params: PolicyParams, draft_params: Any, batch: Batch, keys: UInt32[Array, "b 2"]) -> Batch:
         """Go on until every sequence has ended."""

@@ -5,6 +5,7 @@ from flax import struct
 from jaxtyping import Array, Bool, Float, Int
 
 from specrl_jax.data.prompts import Prompts
+from specrl_jax.rollout.control import Control
 
 
 @struct.dataclass
@@ -51,6 +52,7 @@ class Trajectory:
     ended: whether the response closed with an end token; otherwise it was truncated, `[b]`.
     entropy_sum: entropy of the law in nats, summed over all response tokens, `[]`.
     stats: speculation counts.
+    control: the draft-length controller with what it learned, None where the draft length is fixed.
     """
 
     prompts: Prompts
@@ -61,6 +63,7 @@ class Trajectory:
     ended: Bool[Array, "b"]
     entropy_sum: Float[Array, ""]
     stats: RolloutStats
+    control: Control | None = None
 
 
 @struct.dataclass

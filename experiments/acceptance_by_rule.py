@@ -35,8 +35,9 @@ from specrl_jax.errors import InputError
 from specrl_jax.models.params import PolicyParams
 from specrl_jax.rollout.acceptance import match_acceptance, ratio_acceptance
 from specrl_jax.rollout.config import RolloutConfig
-from specrl_jax.rollout.engine import Batch, RolloutEngine
+from specrl_jax.rollout.engine import RolloutEngine
 from specrl_jax.rollout.noise import sequence_keys
+from specrl_jax.rollout.queue import Batch
 from specrl_jax.rollout.round import Judged
 from specrl_jax.rollout.rows import Rows
 from specrl_jax.rollout.rules import Block, Match, Ratio, Rule

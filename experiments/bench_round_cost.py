@@ -36,7 +36,8 @@ from specrl_jax.errors import InputError
 from specrl_jax.models.numerics import Numerics
 from specrl_jax.models.policy import forward, grid_batch
 from specrl_jax.rollout.config import RolloutConfig
-from specrl_jax.rollout.engine import Batch, RolloutEngine
+from specrl_jax.rollout.engine import RolloutEngine
+from specrl_jax.rollout.queue import Batch
 from specrl_jax.rollout.sampling import Context, SamplingLaw, sample_tokens
 from specrl_jax.training.costs import standing_batch, timed_rounds
 from specrl_jax.training.metrics import write_json

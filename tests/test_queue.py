@@ -30,7 +30,7 @@ def engine_of(k=0, numerics=SMALL_PAGES, drafter=None, rule=None, **settings):
 
 def finished(engine, draft=None):
     def run(params, draft, prompts, keys):
-        return engine.finish(params, draft, engine._empty(prompts), keys)
+        return engine.finish(params, draft, engine.empty_batch(prompts), keys)
 
     return jax.device_get(jax.jit(run)(tiny_params(), draft, PROMPTS, KEYS))
 

@@ -20,9 +20,10 @@ from specrl_jax.data.prompts import Prompts
 from specrl_jax.errors import InputError
 from specrl_jax.models.params import PolicyParams
 from specrl_jax.rollout.control import Body, Control, initial_control
-from specrl_jax.rollout.engine import Batch, RolloutEngine
+from specrl_jax.rollout.engine import RolloutEngine
 from specrl_jax.rollout.noise import sequence_keys
 from specrl_jax.rollout.pool import Pool
+from specrl_jax.rollout.queue import Batch
 
 Step = Callable[[Any, Any, Batch], Batch]
 
@@ -35,7 +36,7 @@ def standing_batch(engine: RolloutEngine, rows: int, context: int, control: Cont
     width = context + 1
     lengths = jnp.full((rows,), width, jnp.int32)
     prompts = Prompts(jnp.zeros((rows, width), jnp.int32), lengths, jnp.arange(rows, dtype=jnp.uint32))
-    batch = engine._empty(prompts, control)
+    batch = engine.empty_batch(prompts, control)
     all_rows, pages = batch.rows.table.shape
     ids = jnp.arange(all_rows * pages, dtype=jnp.int32).reshape(all_rows, pages)
     read = jnp.full((all_rows,), context, jnp.int32)

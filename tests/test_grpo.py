@@ -131,6 +131,7 @@ def autoregressive():
     return state, *outputs
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("data", [1, 2])
 def test_a_controller_changes_nothing_but_itself(data):
     """Two scanned steps whose draft lengths are chosen on the way; the devices share what they learn."""

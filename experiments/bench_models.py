@@ -113,7 +113,7 @@ def ratio(numerator: Float[np.ndarray, "n"], denominator: Float[np.ndarray, "n"]
     count = len(ratios)
     # Ranks that a median lies between with 95%: a binomial of `count` fair coins.
     below = np.cumsum([math.comb(count, i) for i in range(count + 1)]) / 2.0**count
-    low = int(np.searchsorted(below, 0.025))
+    low = max(0, int(np.searchsorted(below, 0.025)) - 1)
     return float(np.median(ratios)), float(ratios[low]), float(ratios[count - 1 - low])
 
 

@@ -44,6 +44,7 @@ from specrl_jax.rollout.trajectory import Trajectory
 from specrl_jax.training.costs import load_costs, measure_costs, save_costs
 from specrl_jax.training.metrics import write_json
 from specrl_jax.training.speculation import speculation_metrics
+from specrl_jax.training.speed_plots import draw_speedups
 
 SCRIPT = "bench_rollout"
 Lengths = Literal["long-tailed", "equal"]
@@ -265,6 +266,7 @@ def main(config: Config) -> None:
             advance(1, f"{rows} rows: {table[-1]['speedup']:.2f}x")
     source = provenance(config.run.seed) | parts_of(pair, config.model)
     write_results(out, table, "Rollout with and without drafts", source)
+    draw_speedups(table).savefig(out / "speedups.png", dpi=120)
     write_json(out / "summary.json", {"best_speedup": max(row["speedup"] for row in table)} | source)
     print(markdown_table(table), flush=True)
 

@@ -41,6 +41,7 @@ from specrl_jax.rollout.queue import Batch
 from specrl_jax.rollout.sampling import Context, SamplingLaw, sample_tokens
 from specrl_jax.training.costs import standing_batch, timed_rounds
 from specrl_jax.training.metrics import write_json
+from specrl_jax.training.speed_plots import draw_round_cost
 
 SCRIPT = "bench_round_cost"
 _ROUNDS = 4  # per timed call
@@ -230,6 +231,9 @@ def main(config: Config) -> None:
             advance(1, f"{rows} rows, {context} tokens")
     source = provenance(config.run.seed) | parts_of(pair, config.model)
     write_results(out, table, "Cost of a round", source)
+    draw_round_cost([row for row in table if row["context"] == config.contexts[0]]).savefig(
+        out / "round_cost.png", dpi=120
+    )
     worst = max(table, key=lambda row: row["over_floor"])
     write_json(out / "summary.json", {"worst_over_floor": worst["over_floor"]} | source)
     print(markdown_table(table), flush=True)

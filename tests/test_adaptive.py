@@ -22,6 +22,7 @@ from specrl_jax.rollout.control import (
     bin_of,
     choose_body,
     default_bodies,
+    forget,
     initial_control,
     learn,
     merge,
@@ -153,6 +154,16 @@ def test_learning_counts_what_was_judged():
     here = int(bin_of(jnp.float32(0.5)))
     assert (control.drafted[here] - 2.0, control.accepted[here]) == (4.0, 2.0 * (here + 0.5) / BINS + 3.0)
     np.testing.assert_array_equal(record, [[2, 1], [2, 2], [0, 0]])
+
+
+def test_what_was_learned_fades_to_the_first_belief():
+    begun = initial_control(np.ones(2))
+    control = replace(begun, drafted=begun.drafted + 1000.0, accepted=begun.accepted + 10.0)
+    for _ in range(200):
+        control = forget(control)
+    np.testing.assert_allclose(control.drafted, begun.drafted, rtol=1e-5)
+    np.testing.assert_allclose(control.accepted, begun.accepted, rtol=1e-5)
+    assert float(forget(replace(begun, drafted=begun.drafted + 10.0)).drafted[0]) == 11.0
 
 
 def test_the_choice_follows_rates_and_live_rows():

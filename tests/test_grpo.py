@@ -146,8 +146,10 @@ def test_a_controller_changes_nothing_but_itself(data):
     stats = trajectories.stats
     assert stats.bodies.sum() > 0
     assert stats.rounds.sum() > 0
-    learned = state.control.accepted.sum() - costs.accepted.sum()
-    assert learned == stats.accepted.sum()
+    # A tenth of the first step's is forgotten before the second.
+    first, second = stats.accepted
+    learned = float(state.control.accepted.sum() - costs.accepted.sum())
+    assert abs(learned - (0.9 * first + second)) < 1e-3
     np.testing.assert_array_equal(state.control.seconds, costs.seconds)
 
 

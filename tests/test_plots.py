@@ -13,6 +13,7 @@ from specrl_jax.training.plots import (
     draw_time,
     plot_run,
 )
+from specrl_jax.training.speed_plots import draw_round_cost, draw_speedups
 
 pytestmark = pytest.mark.ci
 
@@ -105,3 +106,29 @@ def test_acceptance_by_rule_has_a_bar_per_rule_and_temperature():
     ]
     (axes,) = draw_acceptance_by_rule(rows).axes
     assert sorted(bar.get_height() for bar in axes.patches) == [1.7, 1.8, 1.9, 2.0]
+
+
+def test_costs_stand_beside_their_floors():
+    rows = [
+        {"rows": count, "draft_length": k, "round_cost": 1 + 0.2 * k, "floor": 1 + 0.1 * k}
+        for count in (1, 8)
+        for k in (3, 1)
+    ]
+    (axes,) = draw_round_cost(rows).axes
+    assert [list(line.get_ydata()) for line in axes.lines] == [[1.0, 1.2, 1.6], [1.0, 1.1, 1.3]] * 2
+    assert [list(line.get_xdata()) for line in axes.lines] == [[0, 1, 3]] * 4
+
+
+def test_speedups_have_intervals():
+    rows = [
+        {"rows": 1, "lengths": "equal", "synthetic_survival": 0.8, "draft_length": arm, "speedup": s}
+        | {"speedup_low": s - 0.1, "speedup_high": s + 0.2}
+        for arm, s in (("0", 1.0), ("3", 1.5), ("adaptive", 1.75))
+    ]
+    (axes,) = draw_speedups(rows).axes
+    assert [bar.get_height() for bar in axes.patches] == [1.0, 1.5, 1.75]
+    assert [text.get_text() for text in draw_speedups(rows).legends[0].get_texts()] == [
+        "0 drafts",
+        "3 drafts",
+        "adaptive",
+    ]

@@ -25,6 +25,8 @@ from specrl_jax.errors import InputError
 BINS = 16
 _MEMORY = 0.98  # of a row's record, per round; half of it is 34 rounds old
 _PRIOR = 4.0  # drafts' worth of the overall acceptance in a row's record
+_KEPT = 0.9  # of what was learned, from rollout to rollout
+_BELIEF = (np.full(BINS, 2.0), 2.0 * (np.arange(BINS) + 0.5) / BINS)  # two drafts of every confidence, judged by it
 _SWITCH = 0.02  # another body must promise so much more before the loop is left
 
 
@@ -70,13 +72,25 @@ def initial_control(seconds: np.ndarray, per_slot: float = 0.0, per_step: float 
     """A controller that has seen nothing but a cost table; drafts are first believed as the drafter believes them."""
     if not np.all(np.asarray(seconds) > 0):
         raise InputError(f"cost table is {list(map(float, seconds))}; every entry must be a positive number of seconds")
-    middle = (np.arange(BINS) + 0.5) / BINS
     return Control(
         jnp.asarray(seconds, jnp.float32),
         jnp.float32(per_slot),
         jnp.float32(per_step),
-        drafted=jnp.full((BINS,), 2.0),
-        accepted=jnp.asarray(2.0 * middle, jnp.float32),
+        drafted=jnp.asarray(_BELIEF[0], jnp.float32),
+        accepted=jnp.asarray(_BELIEF[1], jnp.float32),
+    )
+
+
+def forget(control: Control) -> Control:
+    """Before a new rollout, a tenth of what was learned goes.
+
+    A drafter that improves while nothing is drafted is thereby tried again some time.
+    """
+    drafted, accepted = (jnp.asarray(belief, jnp.float32) for belief in _BELIEF)
+    return replace(
+        control,
+        drafted=drafted + _KEPT * (control.drafted - drafted),
+        accepted=accepted + _KEPT * (control.accepted - accepted),
     )
 
 
@@ -192,6 +206,7 @@ def learn(
 
 
 def merge(before: Control, after: Control, axis: str) -> Control:
-    """What the devices of a mesh axis learned, together; all of them began with `before`."""
+    """What the devices of a mesh axis learned in a rollout, together; all of them began with `before`."""
+    before = forget(before)
     drafted, accepted = lax.psum((after.drafted - before.drafted, after.accepted - before.accepted), axis)
     return replace(before, drafted=before.drafted + drafted, accepted=before.accepted + accepted)

@@ -20,7 +20,7 @@ from specrl_jax.models.cache import pages_for
 from specrl_jax.models.params import PolicyParams
 from specrl_jax.models.policy import forward, grid_batch, policy_pool, sequence_positions
 from specrl_jax.rollout.adaptive import AdaptiveRound
-from specrl_jax.rollout.control import Control
+from specrl_jax.rollout.control import Control, forget
 from specrl_jax.rollout.pool import NO_PAGE, Pool, grant, hold, kept_back
 from specrl_jax.rollout.rows import Rows, Unread
 from specrl_jax.rollout.sampling import with_tokens
@@ -175,6 +175,7 @@ class SequenceQueue(AdaptiveRound):
         trajectory = self._empty_trajectory(prompts, len(bodies))
         most = jnp.full((trajectory.lengths.shape[0],), self.config.max_new_tokens, jnp.int32)
         limits = most if limits is None else jnp.clip(limits, 1, most)
+        control = None if control is None else forget(control)
         return Batch(rows, pool, waiting, zero, trajectory, limits, control, jnp.int32(-1) if bodies else None)
 
     def _empty_trajectory(self, prompts: Prompts, bodies: int) -> Trajectory:

@@ -26,7 +26,7 @@ _TIME_PARTS = {
     "time_update_s": "policy update",
     "time_draft_update_s": "draft update",
 }
-_COLORS = ("#4477AA", "#EE6677", "#228833", "#CCBB44", "#66CCEE", "#AA3377", "#BBBBBB", "#222222")
+COLORS = ("#4477AA", "#EE6677", "#228833", "#CCBB44", "#66CCEE", "#AA3377", "#BBBBBB", "#222222")
 _LINES = ("-", "--", ":", "-.")
 
 
@@ -68,9 +68,7 @@ def draw_learning(arms: Mapping[str, Rows]) -> Figure | None:
         for i, (label, rows) in enumerate(arms.items()):
             steps, values = _series(rows, name)
             # Arms may be equal to the bit: later ones are dashed, so that the first stays visible.
-            axis.plot(
-                steps, values, _LINES[i % len(_LINES)], color=_COLORS[i], label=label, marker=_marker(steps), ms=4
-            )
+            axis.plot(steps, values, _LINES[i % len(_LINES)], color=COLORS[i], label=label, marker=_marker(steps), ms=4)
         _label_steps(axis, panels[name])
     return figure
 
@@ -84,10 +82,10 @@ def draw_acceptance(arms: Mapping[str, Rows]) -> Figure | None:
     figure, axes = _figure(1 + any(len(values) > 0 for values in survival.values()))
     for i, (label, rows) in enumerate(arms.items()):
         steps, values = _series(rows, "acceptance_length")
-        axes[0].plot(steps, values, color=_COLORS[i], label=label, marker=_marker(steps), ms=4)
+        axes[0].plot(steps, values, color=COLORS[i], label=label, marker=_marker(steps), ms=4)
         if len(survival[label]):
             positions = np.arange(1, len(survival[label]) + 1)
-            axes[1].plot(positions, survival[label], color=_COLORS[i], label=label, marker="o", ms=5)
+            axes[1].plot(positions, survival[label], color=COLORS[i], label=label, marker="o", ms=5)
             for position, share in zip(positions, survival[label], strict=True):
                 axes[1].annotate(
                     f"{share:.2f}", (position, share), (0, 7), textcoords="offset points", ha="center", fontsize=8
@@ -110,7 +108,7 @@ def draw_time(arms: Mapping[str, Rows]) -> Figure | None:
     figure.set_size_inches(7.5, 1.6 + 0.7 * len(parts))
     labels = list(parts)
     left = np.zeros(len(labels))
-    for color, (key, name) in zip(_COLORS, _TIME_PARTS.items(), strict=True):
+    for color, (key, name) in zip(COLORS, _TIME_PARTS.items(), strict=True):
         widths = np.array([parts[label][key] for label in labels])
         if widths.any():
             axis.barh(labels, widths, left=left, color=color, label=name, height=0.6)
@@ -133,7 +131,7 @@ def draw_lengths(lengths: Mapping[str, Sequence[int]]) -> Figure | None:
     for i, (label, values) in enumerate(lengths.items()):
         median, tail = np.percentile(values, [50, 99])
         text = f"{label}: median {median:.0f}, 99th percentile {tail:.0f}"
-        axis.hist(values, bins=bins, histtype="step", color=_COLORS[i], linestyle=_LINES[i % len(_LINES)], label=text)
+        axis.hist(values, bins=bins, histtype="step", color=COLORS[i], linestyle=_LINES[i % len(_LINES)], label=text)
     axis.set(xlabel="response length (tokens)", ylabel="responses", yscale="log")
     axis.legend(frameon=False)
     return figure
@@ -197,7 +195,7 @@ def draw_losslessness(rows: Rows, costs: Rows) -> Figure:
         own = [row for row in rows if (row["numerics"], row["dtype"]) == kind]
         tokens = sum(row["tokens"] for row in own)
         found = 1e6 * sum(row["divergences"] for row in own) / tokens
-        left.bar(i, found, color=_COLORS[i])
+        left.bar(i, found, color=COLORS[i])
         left.annotate(f"{found:.3g}", (i, found), ha="center", va="bottom")
         labels.append(f"{kind[0]}\n{kind[1]}\n{tokens / 1e6:.2g}M tokens")
         if all("expected" in row for row in own):
@@ -215,7 +213,7 @@ def draw_losslessness(rows: Rows, costs: Rows) -> Figure:
     for i, kind in enumerate(dict.fromkeys((row["dtype"], row["token_block"]) for row in costs)):
         own = [row for row in costs if (row["dtype"], row["token_block"]) == kind]
         places, heights = ([row[name] for row in own] for name in ("rows", "cost"))
-        right.plot(places, heights, "o-", color=_COLORS[i % len(_COLORS)], label=f"{kind[0]}, blocks of {kind[1]}")
+        right.plot(places, heights, "o-", color=COLORS[i % len(COLORS)], label=f"{kind[0]}, blocks of {kind[1]}")
     right.axhline(1.0, color="black", linewidth=0.8)
     right.set_xscale("log", base=2)
     right.set_xlabel("rows")
@@ -236,7 +234,7 @@ def draw_acceptance_by_rule(rows: Rows) -> Figure:
         own = [row for row in rows if row["rule"] == rule]
         places = [temperatures.index(row["temperature"]) + (i - (len(rules) - 1) / 2) * width for row in own]
         heights, errors = ([row[name] for row in own] for name in ("acceptance_length", "ci95"))
-        axes.bar(places, heights, width, yerr=errors, color=_COLORS[i % len(_COLORS)], label=rule)
+        axes.bar(places, heights, width, yerr=errors, color=COLORS[i % len(COLORS)], label=rule)
     axes.set_xticks(range(len(temperatures)), [f"temperature {t:g}" for t in temperatures])
     axes.set_ylabel("tokens per round")
     axes.set_ylim(1, None)

@@ -1,0 +1,50 @@
+"""Plots of what rounds cost and what drafts win, from the rows of the benchmarks."""
+
+from matplotlib.figure import Figure
+
+from specrl_jax.training.plots import COLORS, Rows
+
+
+def draw_round_cost(rows: Rows) -> Figure:
+    """Measured cost of a round by draft length (solid) and its floor (dashed), a colour per number of rows."""
+    figure = Figure(figsize=(7, 4), layout="constrained")
+    axes = figure.subplots()
+    for i, count in enumerate(dict.fromkeys(row["rows"] for row in rows)):
+        own = sorted((row for row in rows if row["rows"] == count), key=lambda row: row["draft_length"])
+        drafts = [0, *(row["draft_length"] for row in own)]
+        color = COLORS[i % len(COLORS)]
+        axes.plot(drafts, [1.0, *(row["round_cost"] for row in own)], "o-", color=color, label=f"{count} rows")
+        axes.plot(drafts, [1.0, *(row["floor"] for row in own)], "--", color=color)
+    axes.set_xlabel("drafts per round (dashed: floor of bare matrix products)")
+    axes.set_ylabel("round / autoregressive step")
+    axes.legend()
+    return figure
+
+
+def draw_speedups(rows: Rows) -> Figure:
+    """Rollout speed over no drafts, with its 95% interval, a group per batch and a colour per draft length."""
+    figure = Figure(figsize=(8, 4), layout="constrained")
+    axes = figure.subplots()
+
+    def batch(row: dict[str, object]) -> str:
+        kind = f"synthetic {row['synthetic_survival']}" if row["synthetic_survival"] else "real acceptance"
+        return f"{row['rows']} rows, {row['lengths']}\n{kind}"
+
+    batches = list(dict.fromkeys(batch(dict(row)) for row in rows))
+    arms = list(dict.fromkeys(row["draft_length"] for row in rows))
+    width = 0.8 / len(arms)
+    for i, arm in enumerate(arms):
+        own = [row for row in rows if row["draft_length"] == arm]
+        places = [batches.index(batch(dict(row))) + (i - (len(arms) - 1) / 2) * width for row in own]
+        heights = [row["speedup"] for row in own]
+        errors = [
+            [row["speedup"] - row["speedup_low"] for row in own],
+            [row["speedup_high"] - row["speedup"] for row in own],
+        ]
+        label = f"{arm} drafts" if arm.isdigit() else arm
+        axes.bar(places, heights, width, yerr=errors, color=COLORS[i % len(COLORS)], label=label)
+    axes.axhline(1.0, color="black", linewidth=0.8)
+    axes.set_xticks(range(len(batches)), batches)
+    axes.set_ylabel("speed / speed without drafts")
+    figure.legend(loc="outside right upper")
+    return figure

@@ -140,14 +140,15 @@ def test_a_controller_changes_nothing_but_itself(data):
     program = make_program(3, bodies=bodies, data=data)
     costs = initial_control(np.array([1.0, 1.5]))
     state, (_, trajectories, _) = program.scanned(2)(first_state(program, control=costs))
-    expected, _, plain_trajectories, _ = autoregressive()
+    plain = make_program(0, data=data)
+    expected, (_, plain_trajectories, _) = plain.scanned(2)(first_state(plain))
     np.testing.assert_array_equal(trajectories.tokens, plain_trajectories.tokens)
-    assert sha(state.params) == sha(expected.params) or data > 1  # two devices add gradients in another order
+    assert sha(state.params) == sha(expected.params)
     stats = trajectories.stats
     assert stats.bodies.sum() > 0
     assert stats.rounds.sum() > 0
     # A tenth of the first step's is forgotten before the second.
-    first, second = stats.accepted
+    first, second = map(float, stats.accepted)
     learned = float(state.control.accepted.sum() - costs.accepted.sum())
     assert abs(learned - (0.9 * first + second)) < 1e-3
     np.testing.assert_array_equal(state.control.seconds, costs.seconds)

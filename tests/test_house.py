@@ -33,7 +33,7 @@ MAX_LINES = 500
 OPTIONAL_PACKAGES = {"tensorboardX", "wandb"}
 # Imported by peers, which run in environments of their own (experiments/peers/README.md).
 PEER_PACKAGES = {"torch", "trl", "tunix", "vllm"}
-TEXT = {".cfg", ".ipynb", ".json", ".jsonl", ".log", ".md", ".py", ".toml", ".txt", ".yaml", ".yml"}
+TEXT = {".cfg", ".ipynb", ".json", ".jsonl", ".log", ".md", ".py", ".toml", ".txt", ".yaml", ".yml", ".sh"}
 # Larger than any table, fixture or picture that belongs in a repository.
 MAX_BYTES = 1_000_000
 

@@ -3,23 +3,26 @@
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float
+from jaxtyping import Float
 
-from experiments.expand import Pair, expand, random_pair
+from experiments.expand import Pair, expand, random_pair, size
+from specrl_jax.data.tokenizers import arithmetic_tokenizer, load_tokenizer
 from specrl_jax.drafters.eagle3 import Eagle3Drafter
-from specrl_jax.drafters.eagle3_folder import load_drafter
+from specrl_jax.drafters.eagle3_folder import load_drafter, save_drafter
 from specrl_jax.errors import InputError
 from specrl_jax.models.config import Dtype
 from specrl_jax.models.expansion_shapes import SHAPES, Shape
-from specrl_jax.models.huggingface import load_policy
+from specrl_jax.models.huggingface import load_policy, save_policy
 from specrl_jax.models.tree import Tree
 from specrl_jax.rollout.rules import Match
 from specrl_jax.rollout.verification import Proposed
+
+PAUSE_S = 0.4  # between arms of several processes: a peer's threads spin for a while after their work
 
 
 @dataclass(frozen=True)
@@ -63,16 +66,23 @@ def drafter_of(pair: Pair) -> Eagle3Drafter:
     return Eagle3Drafter(pair.head)
 
 
+def save_pair(pair: Pair, options: ShapeOptions, folder: Path) -> None:
+    """Write `folder`/policy and `folder`/drafter for a peer."""
+    assert pair.draft is not None
+    tokenizer = arithmetic_tokenizer() if options.policy is None else load_tokenizer(options.policy)
+    save_policy(folder / "policy", pair.params, pair.policy, tokenizer)
+    save_drafter(folder / "drafter", drafter_of(pair), pair.draft)
+
+
 def parts_of(pair: Pair, options: ShapeOptions) -> dict[str, Any]:
     """Policy, drafter and vocabulary of a row of a table."""
-    count = lambda tree: sum(math.prod(x.shape) for x in jax.tree.leaves(tree))  # noqa: E731
     assert pair.head is not None
     return {
         "shape": options.shape,
         "source": options.policy or "random weights",
         "dtype": options.dtype,
-        "policy_parameters": count(pair.params),
-        "drafter_parameters": count(pair.draft),
+        "policy_parameters": size(pair.params),
+        "drafter_parameters": size(pair.draft),
         "vocabulary": pair.policy.vocab_size,
         "draft_vocabulary": pair.head.draft_vocab_size,
     }
@@ -115,36 +125,3 @@ def ratio(numerator: Float[np.ndarray, "n"], denominator: Float[np.ndarray, "n"]
     below = np.cumsum([math.comb(count, i) for i in range(count + 1)]) / 2.0**count
     low = max(0, int(np.searchsorted(below, 0.025)) - 1)
     return float(np.median(ratios)), float(ratios[low]), float(ratios[count - 1 - low])
-
-
-def bare_policy(params: Any, x: Float[Array, "n d"]) -> Float[Array, "n d"]:
-    """The policy's weight matrices applied one after the other, and nothing else; every product is used."""
-    for layer in params.layers:
-        q, k, v = x @ layer.q_proj, x @ layer.k_proj, x @ layer.v_proj
-        mixed = q + jnp.tile(k + v, (1, q.shape[1] // k.shape[1]))
-        x = x + 1e-3 * (mixed @ layer.o_proj)
-        x = x + 1e-3 * (((x @ layer.gate_proj) * (x @ layer.up_proj)) @ layer.down_proj)
-    head = params.embed.T if params.head is None else params.head
-    return x + 1e-6 * (x @ head)[:, : x.shape[1]]
-
-
-def bare_attention(caches: tuple[Float[Array, "r g s c"], ...], x: Float[Array, "r g m c"]) -> Float[Array, "r g m c"]:
-    """The products of attention with the keys and values of every layer, side by side in memory, without a softmax.
-
-    `x` holds a query for every query head and new token of a row.
-    """
-    for cached in caches:
-        columns = jax.lax.optimization_barrier(x.transpose(0, 1, 3, 2))
-        scores = jax.lax.optimization_barrier(jnp.einsum("rgsc,rgcm->rgsm", cached, columns))
-        x = x + 1e-6 * jnp.einsum("rgms,rgsc->rgmc", scores.transpose(0, 1, 3, 2), cached)
-    return x
-
-
-def bare_draft_step(draft: Any, x: Float[Array, "n d"]) -> Float[Array, "n d"]:
-    """The same of one step of the draft head."""
-    weights = draft.weights
-    wide = jnp.concatenate([x, x], axis=1)
-    q, k, v = wide @ weights.q_proj, wide @ weights.k_proj, wide @ weights.v_proj
-    x = x + 1e-3 * ((q + jnp.tile(k + v, (1, q.shape[1] // k.shape[1]))) @ weights.o_proj)
-    x = x + 1e-3 * (((x @ weights.gate_proj) * (x @ weights.up_proj)) @ weights.down_proj)
-    return x + 1e-6 * (x @ weights.lm_head)[:, : x.shape[1]]

@@ -20,16 +20,23 @@ import jax.numpy as jnp
 import numpy as np
 import tyro
 
-from experiments.bench_models import ShapeOptions, bare_policy, drafter_of, in_turn, open_expanded, parts_of, ratio
+from experiments.bare_products import bare_policy
+from experiments.bench_models import (
+    PAUSE_S,
+    ShapeOptions,
+    drafter_of,
+    in_turn,
+    open_expanded,
+    parts_of,
+    ratio,
+    save_pair,
+)
 from experiments.common import Run, RunOptions, check_least, run_main
 from experiments.expand import Pair
 from experiments.outputs import check_output, markdown_table, open_output, provenance, write_results
-from experiments.peers.client import PEERS, Peer
+from experiments.peers.client import Peer, check_environments
 from specrl_jax.data.prompts import Prompts
-from specrl_jax.data.tokenizers import arithmetic_tokenizer, load_tokenizer
-from specrl_jax.drafters.eagle3_folder import save_drafter
 from specrl_jax.errors import InputError
-from specrl_jax.models.huggingface import save_policy
 from specrl_jax.models.numerics import Numerics
 from specrl_jax.rollout.config import RolloutConfig
 from specrl_jax.rollout.engine import RolloutEngine
@@ -41,7 +48,6 @@ from specrl_jax.training.speculation import speculation_metrics
 
 SCRIPT = "bench_peers"
 Name = Literal["transformers", "vllm", "vllm-ngram", "vllm-eagle3", "tunix"]
-_PAUSE_S = 0.4  # OpenMP threads of a peer spin for a while after their work
 
 
 @dataclass(frozen=True)
@@ -92,7 +98,7 @@ class Ours:
 
     def __call__(self) -> float:
         """Seconds of one rollout."""
-        time.sleep(_PAUSE_S)
+        time.sleep(PAUSE_S)
         start = time.perf_counter()
         self.last = jax.block_until_ready(self.call())
         return time.perf_counter() - start
@@ -108,7 +114,7 @@ class Theirs:
 
     def __call__(self) -> float:
         """Seconds of one rollout, by the peer's clock."""
-        time.sleep(_PAUSE_S)
+        time.sleep(PAUSE_S)
         self.last = self.peer.request("generate", **self.question)
         assert all(len(tokens) >= self.question["max_new_tokens"] - 1 for tokens in self.last["tokens"])
         return float(self.last["seconds"])
@@ -213,21 +219,12 @@ def main(config: Config) -> None:
     """Save the expanded pair, start the peers, measure, write and print."""
     check_output(config.run, SCRIPT, policy=config.model.policy, drafter=config.model.drafter)
     names = config.peers if config.environments is not None else ()
-    for name in names:
-        recipe = PEERS[name.partition("-")[0]]
-        if not (Path(str(config.environments)) / recipe.environment).is_dir():
-            raise InputError(
-                f"--environments {config.environments} has no folder {recipe.environment}; "
-                "make it as experiments/peers/README.md says"
-            )
+    check_environments(config.environments, [name.partition("-")[0] for name in names])
     out = open_output(config.run, config, SCRIPT)
     pair = open_expanded(config.model, config.run.seed)
     with tempfile.TemporaryDirectory() as scratch, ExitStack() as stack:
         folder = Path(scratch)
-        tokenizer = arithmetic_tokenizer() if config.model.policy is None else load_tokenizer(config.model.policy)
-        if pair.draft is not None:
-            save_policy(folder / "policy", pair.params, pair.policy, tokenizer)
-            save_drafter(folder / "drafter", drafter_of(pair), pair.draft)
+        save_pair(pair, config.model, folder)
         peers: dict[str, Peer] = {name: open_peer(name, config, folder, stack) for name in names}
         table = [row for rows in config.rows for row in measure(pair, config, rows, peers)]
     source = provenance(config.run.seed) | parts_of(pair, config.model)

@@ -1,11 +1,12 @@
 """Speculative rollouts against rollouts without, in seconds, on the same sequences.
 
 Arms, in turn: draft length 0, every fixed draft length, the controller, and the controller with a random head
-(which can only lose). A batch is `sequences` responses through `rows` rows; long-tailed lengths are
-exp(N(ln 64, 0.8)), fixed by the seed and clipped at 512. `speedup` is the median of paired ratios to
-draft length 0, with its 95% interval. `share_of_floor` is the controller's speed-up over the most that the
-floors of `bench_round_cost` would allow at the acceptance measured here, the best draft length for every number of
-live rows.
+(which can only lose). A batch is `sequences` responses through `rows` rows. With `--task` they are a policy's responses
+to real prompts, which end as they end; else prompts are random and lengths forced: long-tailed ones are
+exp(N(ln 64, 0.8)), fixed by the seed and clipped at 512. `speedup` is the median of paired ratios to draft length 0,
+with its 95% interval, `over_best_fixed` that of the controller to the fastest fixed draft length (0 included).
+`allowed` is what the floors (`bare_products.py`, measured here too) allow at the acceptance and lengths of this
+run, with the best draft length for every number of live rows; `share_of_floor` is the controller's speed-up over that.
 """
 
 import time
@@ -20,6 +21,7 @@ import numpy as np
 import tyro
 from jaxtyping import Int
 
+from experiments.bare_products import allowed_speedup, measure_floors
 from experiments.bench_models import (
     ShapeOptions,
     SyntheticMatch,
@@ -31,8 +33,10 @@ from experiments.bench_models import (
 )
 from experiments.common import Run, RunOptions, check_least, progress, run_main
 from experiments.expand import Pair
+from experiments.inference import ProblemOptions, open_problems
 from experiments.outputs import check_output, markdown_table, open_output, provenance, write_results
 from specrl_jax.data.prompts import Prompts
+from specrl_jax.data.tokenizers import load_tokenizer
 from specrl_jax.errors import InputError
 from specrl_jax.models.numerics import Numerics
 from specrl_jax.rollout.config import RolloutConfig
@@ -41,9 +45,9 @@ from specrl_jax.rollout.noise import sequence_keys
 from specrl_jax.rollout.rules import Match, Rule
 from specrl_jax.rollout.sampling import SamplingLaw
 from specrl_jax.rollout.trajectory import Trajectory
-from specrl_jax.training.costs import load_costs, measure_costs, save_costs
+from specrl_jax.training.costs import costs_at
 from specrl_jax.training.metrics import write_json
-from specrl_jax.training.speculation import speculation_metrics
+from specrl_jax.training.speculation import response_metrics
 from specrl_jax.training.speed_plots import draw_speedups
 
 SCRIPT = "bench_rollout"
@@ -58,13 +62,20 @@ class Config:
     model: Annotated[ShapeOptions, tyro.conf.arg(name="")] = field(default_factory=ShapeOptions)
     survival: tuple[float, ...] = (0.766, 0.877)
     """Synthetic acceptance: probability of each further draft; 0 for the real acceptance of the pair."""
+    task: Literal["arithmetic", "jsonl"] | None = None
+    """Real prompts of the policy's task, and real acceptance."""
+    data: str | None = None
+    """Examples of a jsonl task: a file, or a dataset on the Hugging Face hub."""
+    branchy: float = 0.0
+    """Share of the prompts of a task whose tokens are replaced by random ones, so that drafts fail more often."""
     rows: tuple[int, ...] = (1, 16)
     sequences: int = 0
     """Responses per rollout; by default as many as rows."""
     lengths: Lengths = "long-tailed"
     tokens: int = 128
-    """Tokens of every response of equal length."""
+    """Tokens of every response of equal length; at most, under a task."""
     prompt_tokens: int = 32
+    """Of every prompt; at most, under a task."""
     draft_lengths: tuple[int, ...] = (3,)
     """Fixed draft lengths to compare with."""
     longest: int = 7
@@ -81,6 +92,10 @@ class Config:
         check_least("", self, repeats=3, sequences=0, tokens=1, prompt_tokens=2, longest=1)
         if not all(0.0 <= s < 1.0 for s in self.survival):
             raise InputError(f"--survival is {self.survival}; choose probabilities from 0 (real acceptance) to below 1")
+        if self.task is not None and (self.model.policy is None or self.survival != (0.0,)):
+            raise InputError(f"--task {self.task} is for the real acceptance of --policy and --survival 0; give both")
+        if not 0.0 <= self.branchy <= 1.0 or (self.branchy and self.task is None):
+            raise InputError(f"--branchy is {self.branchy}; choose a share from 0 to 1, with --task")
         if min(self.rows, default=0) < 1:
             raise InputError("--rows must name at least one number, all of them at least 1")
 
@@ -107,21 +122,31 @@ PRESETS: dict[str, Mapping[str, Any]] = {
 
 @dataclass(frozen=True)
 class Work:
-    """What is rolled out: prompts, and how long every response becomes."""
+    """What is rolled out: prompts, the most tokens of every response, and what ends one before that."""
 
     prompts: Prompts
     limits: Int[np.ndarray, "b"]
+    end_ids: tuple[int, ...] = ()
 
     @property
     def longest(self) -> int:
         """Tokens of the longest response."""
         return int(self.limits.max())
 
+    @property
+    def law(self) -> SamplingLaw:
+        """Temperature 1; without end tokens of its own the limits decide."""
+        if self.end_ids:
+            return SamplingLaw(end_ids=self.end_ids)
+        return SamplingLaw(end_ids=(1,), min_new_tokens=self.longest)
+
 
 def make_work(config: Config, rows: int, vocab_size: int) -> Work:
-    """Random prompts, and response lengths as configured; both fixed by the seed."""
+    """Random prompts and response lengths as configured, or prompts of a task; all fixed by the seed."""
     rng = np.random.default_rng(config.run.seed)
     count = config.sequences or rows
+    if config.task is not None:
+        return _task_work(config, count, rng)
     limits = np.full(count, config.tokens)
     if config.lengths == "long-tailed":
         limits = np.clip(np.round(np.exp(rng.normal(np.log(64.0), 0.8, count))), 1, 512)
@@ -131,10 +156,26 @@ def make_work(config: Config, rows: int, vocab_size: int) -> Work:
     return Work(prompts, limits.astype(np.int32))
 
 
+def _task_work(config: Config, count: int, rng: np.random.Generator) -> Work:
+    """Held-out prompts of a task, the branchy ones evenly between the others."""
+    assert config.model.policy is not None
+    tokenizer = load_tokenizer(config.model.policy)
+    options = ProblemOptions(config.task, config.data, problems=count, max_prompt_tokens=config.prompt_tokens)
+    problems = open_problems(options, tokenizer)
+    prompts, _ = problems.held_out("test", count)
+    tokens = np.array(prompts.tokens)
+    if config.branchy:
+        branchy = np.diff(np.floor(config.branchy * np.arange(len(tokens) + 1))) > 0
+        tokens[branchy] = rng.integers(2, len(tokenizer), (int(branchy.sum()), tokens.shape[1]))
+    prompts = replace(prompts, tokens=jnp.asarray(tokens))
+    return Work(prompts, np.full(len(tokens), config.tokens, np.int32), problems.end_ids)
+
+
 @dataclass
 class Arm:
-    """A way to roll out, timed again and again; `last` is its newest trajectory."""
+    """A way to roll out, timed again and again; `figures` are those of its newest trajectory."""
 
+    engine: RolloutEngine
     call: Callable[[], Trajectory]
     last: Trajectory | None = None
 
@@ -144,13 +185,24 @@ class Arm:
         self.last = jax.block_until_ready(self.call())
         return time.perf_counter() - start
 
+    @property
+    def figures(self) -> dict[str, Any]:
+        """Lengths, entropy in nats per token, acceptance, and how often each body ran."""
+        last = jax.device_get(self.last)
+        assert last is not None
+        figures = response_metrics(last) | {"lengths": last.lengths}
+        if len(last.stats.bodies):
+            rows = self.engine.layout(*last.prompts.tokens.shape).rows
+            counts = zip(self.engine.config.bodies_for(rows), last.stats.bodies.tolist(), strict=True)
+            figures["bodies"] = " ".join(f"{body.rows}x{body.tokens}:{n}" for body, n in counts if n)
+        return figures
+
 
 def rollout_of(config: Config, pair: Pair, work: Work, rows: int, k: int, rule: Rule, adaptive: bool) -> RolloutEngine:
-    """The engine of one arm; end tokens never come, so that the limits decide."""
-    law = SamplingLaw(end_ids=(1,), min_new_tokens=work.longest)
+    """The engine of one arm."""
     ladder = (1.0, 0.25, 0.0625) if config.ladder else (1.0,)
     settings = RolloutConfig(
-        work.longest, 1, k, law, rule, adaptive=adaptive, rows=rows, ladder=ladder, smallest_rung=1
+        work.longest, 1, k, work.law, rule, adaptive=adaptive, rows=rows, ladder=ladder, smallest_rung=1
     )
     return RolloutEngine(pair.policy, settings, Numerics(), drafter_of(pair) if k else None)
 
@@ -160,7 +212,7 @@ def fixed_arm(engine: RolloutEngine, pair: Pair, work: Work) -> Arm:
     program = jax.jit(engine.rollout)
     draft = pair.draft if engine.speculative else None
     keys = noise(work)
-    return Arm(lambda: program(pair.params, draft, work.prompts, keys, jnp.asarray(work.limits)))
+    return Arm(engine, lambda: program(pair.params, draft, work.prompts, keys, jnp.asarray(work.limits)))
 
 
 def adaptive_arm(engine: RolloutEngine, pair: Pair, draft: Any, work: Work, control: Any) -> Arm:
@@ -173,7 +225,7 @@ def adaptive_arm(engine: RolloutEngine, pair: Pair, draft: Any, work: Work, cont
         state[0] = trajectory.control
         return trajectory
 
-    return Arm(call)
+    return Arm(engine, call)
 
 
 def random_head(draft: Any, seed: int) -> Any:
@@ -192,65 +244,54 @@ def noise(work: Work) -> Any:
 def measure(pair: Pair, config: Config, rows: int, survival: float) -> list[dict[str, Any]]:
     """A row of the table per arm."""
     work = make_work(config, rows, min(pair.policy.vocab_size, 16_000))
+    rows = min(rows, len(work.limits))
     rule = SyntheticMatch(survival=survival) if survival else Match()
     chosen = rollout_of(config, pair, work, rows, config.longest, rule, adaptive=True)
-    bodies = chosen.config.bodies_for(rows)
-    control = cost_table(config, chosen, pair, rows)
-    arms = {"0": fixed_arm(rollout_of(config, pair, work, rows, 0, Match(), False), pair, work)}
+    path = Path(f"{config.costs}.{rows}.json") if config.costs else None
+    context = work.prompts.tokens.shape[1] + 64
+    control = costs_at(path, chosen, pair.params, pair.draft, rows, context)
+    fixed = {"0": fixed_arm(rollout_of(config, pair, work, rows, 0, Match(), False), pair, work)}
     for k in config.draft_lengths:
-        arms[str(k)] = fixed_arm(rollout_of(config, pair, work, rows, k, rule, False), pair, work)
-    arms["adaptive"] = adaptive_arm(chosen, pair, pair.draft, work, control)
-    if config.random_drafter and pair.head is not None:
+        fixed[str(k)] = fixed_arm(rollout_of(config, pair, work, rows, k, rule, False), pair, work)
+    arms = fixed | {"adaptive": adaptive_arm(chosen, pair, pair.draft, work, control)}
+    if config.random_drafter:
         random = random_head(pair.draft, config.run.seed)
         engine = rollout_of(config, pair, work, rows, config.longest, Match(), adaptive=True)
         arms["adaptive, random head"] = adaptive_arm(engine, pair, random, work, control)
     seconds = in_turn(arms, config.repeats, discard=2)
+    lengths = np.asarray(arms["0"].figures["lengths"])
+    best = min(fixed, key=lambda name: float(np.median(seconds[name])))
+    survivals = [survival**depth for depth in range(1, config.longest + 1)]
+    if not survival:
+        survivals = fixed[str(max(config.draft_lengths))].figures["survival_per_position"]
+    allowed = allowed_speedup(measure_floors(pair, rows, len(survivals)), lengths, rows, survivals)
+    shared: dict[str, Any] = {
+        "workload": config.task or ("synthetic" if survival else "random"),
+        "branchy": config.branchy or None,
+        "rows": rows,
+        "sequences": len(lengths),
+        "lengths": "natural" if config.task else config.lengths,
+        "longest_response": int(lengths.max()),
+        "prompt_tokens": int(work.prompts.tokens.shape[1]),
+        "ladder": config.ladder,
+        "synthetic_survival": survival or None,
+    }
     table = []
     for name, arm in arms.items():
-        middle, low, high = ratio(seconds["0"], seconds[name])
-        assert arm.last is not None
-        stats = jax.device_get(arm.last.stats)
-        figures = speculation_metrics(stats)
-        table.append(
-            {
-                "rows": rows,
-                "sequences": len(work.limits),
-                "lengths": config.lengths,
-                "prompt_tokens": config.prompt_tokens,
-                "ladder": config.ladder,
-                "synthetic_survival": survival or None,
-                "draft_length": name,
-                "seconds": float(np.median(seconds[name])),
-                "tokens_per_second": float(work.limits.sum() / np.median(seconds[name])),
-                "speedup": middle,
-                "speedup_low": low,
-                "speedup_high": high,
-                "acceptance_length": figures.get("acceptance_length"),
-                "entropy": float(arm.last.entropy_sum) / float(work.limits.sum()),
-                "bodies": " ".join(
-                    f"{b.rows}x{b.tokens}:{n}" for b, n in zip(bodies, stats.bodies.tolist(), strict=True) if n
-                )
-                if len(stats.bodies)
-                else None,
-            }
-        )
+        typical = float(np.median(seconds[name]))
+        row: dict[str, Any] = shared | {
+            "draft_length": name,
+            "seconds": typical,
+            "tokens_per_second": float(lengths.sum()) / typical,
+        }
+        row |= dict(zip(("speedup", "speedup_low", "speedup_high"), ratio(seconds["0"], seconds[name]), strict=True))
+        row |= {key: arm.figures.get(key) for key in ("acceptance_length", "entropy", "bodies")}
+        if name == "adaptive":
+            over = ratio(seconds[best], seconds[name])
+            row |= {"best_fixed": best, "over_best_fixed": over[0], "over_best_fixed_low": over[1]}
+            row |= {"over_best_fixed_high": over[2], "allowed": allowed, "share_of_floor": row["speedup"] / allowed}
+        table.append(row)
     return table
-
-
-def cost_table(config: Config, engine: RolloutEngine, pair: Pair, rows: int) -> Any:
-    """The controller's cost table, read or measured."""
-    bodies = engine.config.bodies_for(rows)
-    path = Path(f"{config.costs}.{rows}.json") if config.costs else None
-    if path is not None and path.exists():
-        return load_costs(path, bodies)
-    start = time.perf_counter()
-    control = measure_costs(engine, pair.params, pair.draft, rows, config.prompt_tokens + 64)
-    print(f"measured {len(bodies)} rounds of {rows} rows in {time.perf_counter() - start:.0f} s, with compilation")
-    for body, cost in zip(bodies, np.asarray(control.seconds), strict=True):
-        print(f"  {body.rows} rows, {body.tokens} tokens: {1e3 * cost:.1f} ms")
-    if path is not None:
-        save_costs(path, control, bodies)
-    return control
 
 
 def main(config: Config) -> None:

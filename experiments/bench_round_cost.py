@@ -8,21 +8,17 @@ steps over those of an autoregressive step; `round_cost` is the measured round o
 forward, drawing; bookkeeping is what remains.
 """
 
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Any
 
-import jax
 import jax.numpy as jnp
 import tyro
 
+from experiments.bare_products import ROUNDS, bare_attention, bare_calls, timed, trips
 from experiments.bench_models import (
     ShapeOptions,
     SyntheticMatch,
-    bare_attention,
-    bare_draft_step,
-    bare_policy,
     drafter_of,
     in_turn,
     open_expanded,
@@ -44,7 +40,6 @@ from specrl_jax.training.metrics import write_json
 from specrl_jax.training.speed_plots import draw_round_cost
 
 SCRIPT = "bench_round_cost"
-_ROUNDS = 4  # per timed call
 
 
 @dataclass(frozen=True)
@@ -94,27 +89,10 @@ def engine_of(pair: Pair, draft_length: int, survival: float) -> RolloutEngine:
     return RolloutEngine(pair.policy, rollout, Numerics(), drafter_of(pair) if draft_length else None)
 
 
-def timed(fn: Callable[..., Any], *args: Any) -> Callable[[], float]:
-    """A compiled function that tells its seconds per trip; it makes `_ROUNDS` trips and its result is used."""
-    compiled = jax.jit(fn)
-
-    def call() -> float:
-        start = time.perf_counter()
-        jax.block_until_ready(compiled(*args))
-        return (time.perf_counter() - start) / _ROUNDS
-
-    return call
-
-
-def trips(fn: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
-    """`fn(weights, x)`, which keeps the shape of `x`, as often as a call has rounds."""
-    return lambda weights, x: jax.lax.fori_loop(0, _ROUNDS, lambda _, y: fn(weights, y), x)
-
-
 def round_call(pair: Pair, engine: RolloutEngine, rows: int, context: int) -> Callable[[], float]:
     """Rounds of the engine."""
     batch = standing_batch(engine, rows, context)
-    rounds = timed_rounds(lambda p, d, b: engine.round(p, d, b)[0], batch, _ROUNDS)
+    rounds = timed_rounds(lambda p, d, b: engine.round(p, d, b)[0], batch, ROUNDS)
     return lambda: rounds(pair.params, pair.draft if engine.speculative else None)
 
 
@@ -152,7 +130,7 @@ def part_calls(pair: Pair, engine: RolloutEngine, rows: int, context: int) -> di
         law, _ = sample_tokens(params, pair.policy, engine.config.law, hidden, keys, context, engine.numerics)
         return law.token[:rows] % 2
 
-    whole = timed_rounds(forwards, batch, _ROUNDS)
+    whole = timed_rounds(forwards, batch, ROUNDS)
     return {
         "draft": timed(trips(draft), pair.draft, standing.last_token),
         "forward": lambda: whole(pair.params, None),
@@ -162,23 +140,19 @@ def part_calls(pair: Pair, engine: RolloutEngine, rows: int, context: int) -> di
 
 def measure(pair: Pair, config: Config, rows: int, context: int) -> list[dict[str, Any]]:
     """A row of the table per draft length, all timed in turn."""
-    dtype, width = jnp.dtype(pair.policy.dtype), pair.policy.hidden_size
-
-    def bare(count: int) -> Callable[[], float]:
-        return timed(trips(bare_policy), pair.params, jnp.ones((count, width), dtype))
-
+    dtype = jnp.dtype(pair.policy.dtype)
+    bare_step, bare_draft = bare_calls(pair, rows)
     step = engine_of(pair, 0, config.survival)
-    calls = {"step": round_call(pair, step, rows, context), "bare step": bare(rows)}
+    calls = {"step": round_call(pair, step, rows, context), "bare step": bare_step, "bare draft": bare_draft}
     heads, groups = pair.policy.num_heads, pair.policy.num_kv_heads
     shape = (rows, groups, context, pair.policy.head_dim)
     caches = tuple(jnp.ones(shape, dtype) for _ in range(pair.policy.num_layers))
     queries = jnp.ones((rows, groups, heads // groups, pair.policy.head_dim), dtype)
     calls["bare attention"] = timed(trips(bare_attention), caches, queries)
-    calls["bare draft"] = timed(trips(bare_draft_step), pair.draft, jnp.ones((rows, width), dtype))
     for k in config.draft_lengths:
         engine = engine_of(pair, k, config.survival)
         calls[f"round {k}"] = round_call(pair, engine, rows, context)
-        calls[f"bare verify {k}"] = bare(rows * (k + 1))
+        calls[f"bare verify {k}"] = bare_calls(pair, rows * (k + 1))[0]
         if config.parts:
             named = part_calls(pair, engine, rows, context)
             calls |= {f"{name} {k}": call for name, call in named.items()}

@@ -59,7 +59,7 @@ from specrl_jax.rollout.engine import RolloutEngine
 from specrl_jax.rollout.sampling import SamplingLaw
 from specrl_jax.rollout.trajectory import Sequences, Trajectory, to_sequences
 from specrl_jax.training.checkpoints import latest_step, restore_checkpoint
-from specrl_jax.training.costs import load_costs, measure_costs, save_costs
+from specrl_jax.training.costs import costs_at
 from specrl_jax.training.draft_head import OfflineDraftTraining
 from specrl_jax.training.grpo_run import GrpoRun, RunConfig, grpo_checkpoints
 from specrl_jax.training.metrics import read_metrics
@@ -264,17 +264,10 @@ def controller(session: Session, engine: RolloutEngine, folder: Path, start: Sta
     """The draft-length controller, its cost table measured once and kept in the folder; None for a fixed length."""
     if not engine.config.adaptive:
         return None
-    path = folder / "costs.json"
     prompts = session.config.prompts // session.mesh.size
     rows = engine.layout(prompts, session.workload.prompt_width).rows
-    bodies = engine.config.bodies_for(rows)
-    if path.exists():
-        return load_costs(path, bodies)
-    print(f"measuring {len(bodies)} kinds of rounds", flush=True)
     context = session.workload.prompt_width + session.config.max_new_tokens // 4
-    control = measure_costs(engine, start.params, start.draft, rows, context)
-    save_costs(path, control, bodies)
-    return control
+    return costs_at(folder / "costs.json", engine, start.params, start.draft, rows, context)
 
 
 def run_arm(session: Session, label: str, folder: Path, draft_length: int, start: Start, examiner: Examiner) -> Arm:

@@ -16,6 +16,7 @@ import signal
 import subprocess
 import tempfile
 import threading
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -73,6 +74,16 @@ def recipe_commands(name: str, environments: Path) -> str:
     folder = shlex.quote(str(environments / recipe.environment))
     steps = [command.replace("pip ", f"{folder}/bin/pip ", 1) for command in recipe.commands]
     return " && ".join([f"python3 -m venv {folder}", *steps])
+
+
+def check_environments(environments: str | Path | None, names: Iterable[str]) -> None:
+    """Raise PeerError where `environments` is a folder without the environments of these peers."""
+    for name in names if environments is not None else ():
+        if not (Path(environments) / PEERS[name].environment).is_dir():  # type: ignore[arg-type]
+            raise PeerError(
+                f"--environments {environments} has no folder {PEERS[name].environment}; "
+                "make it as experiments/peers/README.md says"
+            )
 
 
 class Peer:

@@ -16,6 +16,9 @@ from jaxtyping import Array, Float, Int
 
 from specrl_jax.models.numerics import Numerics
 
+NO_PAGE = 2**30
+"""Stands in a table where there is no page: beyond every pool, so that writes are dropped."""
+
 
 @struct.dataclass
 class KVCache:
@@ -65,11 +68,8 @@ def locate(
     table: Int[Array, "r m"], page_size: int, rows: Int[Array, "*n"], slots: Int[Array, "*n"]
 ) -> tuple[Int[Array, "*n"], Int[Array, "*n"]]:
     """Page and offset of slots; a slot of -1, or beyond the table, lies beyond the pool, where writes are dropped."""
-    page = table.at[rows, slots // page_size].get(mode="fill", fill_value=_NOWHERE)
-    return jnp.where(slots < 0, _NOWHERE, page), slots % page_size
-
-
-_NOWHERE = 2**30
+    page = table.at[rows, slots // page_size].get(mode="fill", fill_value=NO_PAGE)
+    return jnp.where(slots < 0, NO_PAGE, page), slots % page_size
 
 
 def write_slots(

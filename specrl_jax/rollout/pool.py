@@ -13,11 +13,8 @@ from flax import struct
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
-from specrl_jax.models.cache import KVCache
+from specrl_jax.models.cache import NO_PAGE, KVCache
 from specrl_jax.rollout.rows import Rows
-
-NO_PAGE = 2**30
-"""Stands in a table where there is no page: beyond every pool, so that writes are dropped."""
 
 
 @struct.dataclass

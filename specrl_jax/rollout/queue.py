@@ -16,12 +16,12 @@ from jaxtyping import Array, Bool, Int, UInt32
 
 from specrl_jax.data.prompts import Prompts
 from specrl_jax.errors import InputError
-from specrl_jax.models.cache import pages_for
+from specrl_jax.models.cache import NO_PAGE, pages_for
 from specrl_jax.models.params import PolicyParams
 from specrl_jax.models.policy import forward, grid_batch, policy_pool, sequence_positions
 from specrl_jax.rollout.adaptive import AdaptiveRound
 from specrl_jax.rollout.control import Control, forget
-from specrl_jax.rollout.pool import NO_PAGE, Pool, grant, hold, kept_back
+from specrl_jax.rollout.pool import Pool, grant, hold, kept_back
 from specrl_jax.rollout.rows import Rows, Unread
 from specrl_jax.rollout.sampling import with_tokens
 from specrl_jax.rollout.trajectory import RolloutStats, Trajectory

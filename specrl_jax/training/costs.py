@@ -18,6 +18,7 @@ from jaxtyping import Array, Int
 
 from specrl_jax.data.prompts import Prompts
 from specrl_jax.errors import InputError
+from specrl_jax.models.cache import own_pages
 from specrl_jax.models.params import PolicyParams
 from specrl_jax.rollout.control import Body, Control, initial_control
 from specrl_jax.rollout.engine import RolloutEngine
@@ -38,7 +39,7 @@ def standing_batch(engine: RolloutEngine, rows: int, context: int, control: Cont
     prompts = Prompts(jnp.zeros((rows, width), jnp.int32), lengths, jnp.arange(rows, dtype=jnp.uint32))
     batch = engine.empty_batch(prompts, control)
     all_rows, pages = batch.rows.table.shape
-    ids = jnp.arange(all_rows * pages, dtype=jnp.int32).reshape(all_rows, pages)
+    ids = own_pages(all_rows, pages)
     read = jnp.full((all_rows,), context, jnp.int32)
     drafter = batch.rows.drafter
     if drafter is not None and hasattr(drafter, "length"):
@@ -125,6 +126,26 @@ def _body_call(
     own = replace(engine, config=replace(engine.config, bodies=(*others[:index], body, *others[index + 1 :])))
     batch = standing_batch(own, body.rows, context, control)
     return timed_rounds(lambda p, d, b: own.chosen_round(p, d, b, index, body), batch, rounds)
+
+
+def costs_at(
+    path: Path | None, engine: RolloutEngine, params: PolicyParams, draft: Any, rows: int, context: int
+) -> Control:
+    """A controller with the cost table in `path`, measured and written there where there is none yet.
+
+    Raises:
+        InputError: the table is damaged or of other bodies.
+    """
+    bodies = engine.config.bodies_for(rows)
+    if path is not None and path.exists():
+        return load_costs(path, bodies)
+    start = time.perf_counter()
+    control = measure_costs(engine, params, draft, rows, context)
+    seconds = time.perf_counter() - start
+    print(f"measured {len(bodies)} kinds of rounds of {rows} rows in {seconds:.0f} s, with compilation", flush=True)
+    if path is not None:
+        save_costs(path, control, bodies)
+    return control
 
 
 def save_costs(path: Path, control: Control, bodies: tuple[Body, ...]) -> None:

@@ -27,7 +27,7 @@ def draw_speedups(rows: Rows) -> Figure:
     axes = figure.subplots()
 
     def batch(row: dict[str, object]) -> str:
-        kind = f"synthetic {row['synthetic_survival']}" if row["synthetic_survival"] else "real acceptance"
+        kind = f"synthetic {row['synthetic_survival']}" if row["synthetic_survival"] else row["workload"]
         return f"{row['rows']} rows, {row['lengths']}\n{kind}"
 
     batches = list(dict.fromkeys(batch(dict(row)) for row in rows))

@@ -1,0 +1,131 @@
+"""The least that rounds could cost: their matrix products alone, and what drafts could then save."""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from experiments.bench_models import in_turn
+from experiments.expand import Pair
+
+ROUNDS = 4
+"""Rounds, steps or trips of a timed call."""
+
+
+def timed(fn: Callable[..., Any], *args: Any) -> Callable[[], float]:
+    """A compiled function that tells its seconds per trip; it makes `ROUNDS` trips and its result is used."""
+    compiled = jax.jit(fn)
+
+    def call() -> float:
+        start = time.perf_counter()
+        jax.block_until_ready(compiled(*args))
+        return (time.perf_counter() - start) / ROUNDS
+
+    return call
+
+
+def trips(fn: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+    """`fn(weights, x)`, which keeps the shape of `x`, as often as a call has rounds."""
+    return lambda weights, x: jax.lax.fori_loop(0, ROUNDS, lambda _, y: fn(weights, y), x)
+
+
+def bare_policy(params: Any, x: Float[Array, "n d"]) -> Float[Array, "n d"]:
+    """The policy's weight matrices applied one after the other, and nothing else; every product is used."""
+    for layer in params.layers:
+        q, k, v = x @ layer.q_proj, x @ layer.k_proj, x @ layer.v_proj
+        mixed = q + jnp.tile(k + v, (1, q.shape[1] // k.shape[1]))
+        x = x + 1e-3 * (mixed @ layer.o_proj)
+        x = x + 1e-3 * (((x @ layer.gate_proj) * (x @ layer.up_proj)) @ layer.down_proj)
+    head = params.embed.T if params.head is None else params.head
+    return x + 1e-6 * (x @ head)[:, : x.shape[1]]
+
+
+def bare_attention(caches: tuple[Float[Array, "r g s c"], ...], x: Float[Array, "r g m c"]) -> Float[Array, "r g m c"]:
+    """The products of attention with the keys and values of every layer, side by side in memory, without a softmax.
+
+    `x` holds a query for every query head and new token of a row.
+    """
+    for cached in caches:
+        columns = jax.lax.optimization_barrier(x.transpose(0, 1, 3, 2))
+        scores = jax.lax.optimization_barrier(jnp.einsum("rgsc,rgcm->rgsm", cached, columns))
+        x = x + 1e-6 * jnp.einsum("rgms,rgsc->rgmc", scores.transpose(0, 1, 3, 2), cached)
+    return x
+
+
+def bare_draft_step(draft: Any, x: Float[Array, "n d"]) -> Float[Array, "n d"]:
+    """The same of one step of the draft head."""
+    weights = draft.weights
+    wide = jnp.concatenate([x, x], axis=1)
+    q, k, v = wide @ weights.q_proj, wide @ weights.k_proj, wide @ weights.v_proj
+    x = x + 1e-3 * ((q + jnp.tile(k + v, (1, q.shape[1] // k.shape[1]))) @ weights.o_proj)
+    x = x + 1e-3 * (((x @ weights.gate_proj) * (x @ weights.up_proj)) @ weights.down_proj)
+    return x + 1e-6 * (x @ weights.lm_head)[:, : x.shape[1]]
+
+
+def bare_calls(pair: Pair, tokens: int) -> tuple[Callable[[], float], Callable[[], float]]:
+    """The policy's products for so many tokens, and the draft head's, timed."""
+    x = jnp.ones((tokens, pair.policy.hidden_size), jnp.dtype(pair.policy.dtype))
+    return timed(trips(bare_policy), pair.params, x), timed(trips(bare_draft_step), pair.draft, x)
+
+
+@dataclass(frozen=True)
+class Floors:
+    """Measured seconds of bare products: of the policy and of a draft step, for so many tokens each; between, lines."""
+
+    tokens: Int[np.ndarray, "n"]
+    policy: Float[np.ndarray, "n"]
+    draft: Float[np.ndarray, "n"]
+
+    def step(self, rows: int) -> float:
+        """Of an autoregressive step."""
+        return float(np.interp(rows, self.tokens, self.policy))
+
+    def cost(self, rows: int, k: int) -> float:
+        """Of a round of `k` drafts per row, in autoregressive steps."""
+        verify = float(np.interp(rows * (k + 1), self.tokens, self.policy))
+        return (verify + k * float(np.interp(rows, self.tokens, self.draft))) / self.step(rows)
+
+    def speedup(self, rows: int, survival: Sequence[float]) -> float:
+        """The most that drafts can save for so many rows: the best draft length, none included.
+
+        `survival[i]` is the probability that the first `i + 1` drafts of a row are accepted.
+        """
+        emitted = 1.0 + np.cumsum([0.0, *survival])
+        return max(float(emitted[k]) / self.cost(rows, k) for k in range(len(emitted)))
+
+
+def measure_floors(pair: Pair, rows: int, longest: int, repeats: int = 7) -> Floors:
+    """Time the products of 1 to `rows * (longest + 1)` tokens, in turn; medians."""
+    most = rows * (longest + 1)
+    steps = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 512)
+    counts = [*(n for n in steps if n < most), most]
+    calls: dict[str, Callable[[], float]] = {}
+    for n in counts:
+        calls[f"policy {n}"], calls[f"draft {n}"] = bare_calls(pair, n)
+    typical = {name: float(np.median(values)) for name, values in in_turn(calls, repeats).items()}
+    policy, draft = (np.array([typical[f"{part} {n}"] for n in counts]) for part in ("policy", "draft"))
+    return Floors(np.array(counts), policy, draft)
+
+
+def live_rows(limits: Int[np.ndarray, "b"], rows: int) -> Int[np.ndarray, "t"]:
+    """Live rows at every autoregressive step of sequences of such lengths that wait in order for `rows` rows."""
+    waiting, left, live = list(limits), np.zeros((0,), int), []
+    while waiting or len(left):
+        while waiting and len(left) < rows:
+            left = np.append(left, waiting.pop(0))
+        live.append(len(left))
+        left = left[left > 1] - 1
+    return np.array(live)
+
+
+def allowed_speedup(floors: Floors, limits: Int[np.ndarray, "b"], rows: int, survival: Sequence[float]) -> float:
+    """What the floors allow drafts to save of a rollout, with the best draft length for every number of live rows."""
+    live = live_rows(limits, rows)
+    steps = np.array([floors.step(n) for n in range(1, rows + 1)])[live - 1]
+    best = np.array([floors.speedup(n, survival) for n in range(1, rows + 1)])[live - 1]
+    return float(np.sum(steps) / np.sum(steps / best))

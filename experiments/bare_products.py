@@ -12,6 +12,8 @@ from jaxtyping import Array, Float, Int
 
 from experiments.bench_models import in_turn
 from experiments.expand import Pair
+from specrl_jax.models.linear import linear
+from specrl_jax.models.policy import head_weights
 
 ROUNDS = 4
 """Rounds, steps or trips of a timed call."""
@@ -37,12 +39,12 @@ def trips(fn: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
 def bare_policy(params: Any, x: Float[Array, "n d"]) -> Float[Array, "n d"]:
     """The policy's weight matrices applied one after the other, and nothing else; every product is used."""
     for layer in params.layers:
-        q, k, v = x @ layer.q_proj, x @ layer.k_proj, x @ layer.v_proj
+        q, k, v = linear(x, layer.q_proj), linear(x, layer.k_proj), linear(x, layer.v_proj)
         mixed = q + jnp.tile(k + v, (1, q.shape[1] // k.shape[1]))
-        x = x + 1e-3 * (mixed @ layer.o_proj)
-        x = x + 1e-3 * (((x @ layer.gate_proj) * (x @ layer.up_proj)) @ layer.down_proj)
-    head = params.embed.T if params.head is None else params.head
-    return x + 1e-6 * (x @ head)[:, : x.shape[1]]
+        x = x + 1e-3 * linear(mixed, layer.o_proj)
+        x = x + 1e-3 * linear(linear(x, layer.gate_proj) * linear(x, layer.up_proj), layer.down_proj)
+    _, head = head_weights(params)
+    return x + 1e-6 * linear(x, head)[:, : x.shape[1]]
 
 
 def bare_attention(caches: tuple[Float[Array, "r g s c"], ...], x: Float[Array, "r g m c"]) -> Float[Array, "r g m c"]:
@@ -61,10 +63,10 @@ def bare_draft_step(draft: Any, x: Float[Array, "n d"]) -> Float[Array, "n d"]:
     """The same of one step of the draft head."""
     weights = draft.weights
     wide = jnp.concatenate([x, x], axis=1)
-    q, k, v = wide @ weights.q_proj, wide @ weights.k_proj, wide @ weights.v_proj
-    x = x + 1e-3 * ((q + jnp.tile(k + v, (1, q.shape[1] // k.shape[1]))) @ weights.o_proj)
-    x = x + 1e-3 * (((x @ weights.gate_proj) * (x @ weights.up_proj)) @ weights.down_proj)
-    return x + 1e-6 * (x @ weights.lm_head)[:, : x.shape[1]]
+    q, k, v = linear(wide, weights.q_proj), linear(wide, weights.k_proj), linear(wide, weights.v_proj)
+    x = x + 1e-3 * linear(q + jnp.tile(k + v, (1, q.shape[1] // k.shape[1])), weights.o_proj)
+    x = x + 1e-3 * linear(linear(x, weights.gate_proj) * linear(x, weights.up_proj), weights.down_proj)
+    return x + 1e-6 * linear(x, weights.lm_head)[:, : x.shape[1]]
 
 
 def bare_calls(pair: Pair, tokens: int) -> tuple[Callable[[], float], Callable[[], float]]:

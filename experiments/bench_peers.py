@@ -153,7 +153,7 @@ _KERNELS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "dow
 
 def chain_shapes(pair: Pair, rows: int) -> list[tuple[int, ...]]:
     """The matrix products of one step: rows, inputs, outputs."""
-    layers = [(rows, *getattr(layer, name).shape) for layer in pair.params.layers for name in _KERNELS]
+    layers = [(rows, *getattr(layer, name).shape[::-1]) for layer in pair.params.layers for name in _KERNELS]
     return [*layers, (rows, pair.policy.hidden_size, pair.policy.vocab_size)]
 
 
@@ -204,7 +204,7 @@ def measure(pair: Pair, config: Config, rows: int, peers: Mapping[str, Peer]) ->
         if isinstance(arm, Theirs):
             assert arm.last is not None
             row["acceptance_length"] = arm.last.get("acceptance_length")
-            row["log_probs"] = arm.last.get("log_probs")
+            row["log_probs"] = bool(arm.last.get("log_probs_computed"))
             products = arm.peer.request("matmul", shapes=chain_shapes(pair, rows), repeats=10)
             row["products_ms"] = 1e3 * products["seconds"] if "seconds" in products else None
         else:

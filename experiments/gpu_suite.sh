@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Everything that a new accelerator should show, in under 8 minutes on one GPU: parity with transformers,
-# exactness of speculation, cost of a round, speed of rollouts.
+# exactness of speculation, cost of a round, speed of rollouts and of GRPO steps.
 #
 #   experiments/gpu_suite.sh OUT          8B shape in bfloat16, expanded, 2,048 tokens of context
 #   experiments/gpu_suite.sh OUT toy      the same programs at toy size, on whatever is there
@@ -22,10 +22,13 @@ export JAX_PLATFORMS=${JAX_PLATFORMS:-$($python -c 'import jax; print(jax.defaul
 
 if [ "$size" = toy ]; then
     shape=(--shape 25m)
-    rows=(1 2) contexts=(32) lengths=(3) repeats=3 prompt=16 survival=(0.877)
+    rows=(1 2) contexts=(32) lengths=(3) repeats=3 prompt=16 tokens=16 survival=(0.877)
+    trained=(--shape 25m --tokens 8 --repeats 3 --kl-coefs 0)
 else
     shape=(--shape "$size" --dtype bfloat16)
-    rows=(1 32) contexts=(2048) lengths=(3) repeats=5 prompt=2048 survival=(0.877)
+    rows=(1 32) contexts=(2048) lengths=(3) repeats=5 prompt=2048 tokens=256 survival=(0.877)
+    # Adam's moments of 8B parameters would leave no room for their step on one GPU.
+    trained=(--shape 1.7b --dtype bfloat16 --repeats 5 --kl-coefs 0)
 fi
 
 step() { printf '\n== %s (%ss)\n' "$1" "$SECONDS"; }
@@ -43,7 +46,10 @@ $python -m experiments.bench_round_cost "${shape[@]}" --rows "${rows[@]}" --cont
     --draft-lengths "${lengths[@]}" --repeats "$repeats" --out "$out/round_cost"
 
 step "rollouts"
-$python -m experiments.bench_rollout "${shape[@]}" --rows 1 --lengths equal --tokens 256 --prompt-tokens "$prompt" \
-    --survival "${survival[@]}" --repeats "$repeats" --out "$out/rollout"
+$python -m experiments.bench_rollout "${shape[@]}" --rows 1 --lengths equal --tokens "$tokens" \
+    --prompt-tokens "$prompt" --survival "${survival[@]}" --repeats "$repeats" --out "$out/rollout"
+
+step "GRPO steps"
+$python -m experiments.bench_step "${trained[@]}" --out "$out/step"
 
 step "done"

@@ -11,8 +11,11 @@ from safetensors.numpy import load_file, save_file
 
 from experiments import (
     acceptance_by_rule,
+    bench_cache,
+    bench_peers,
     bench_rollout,
     bench_round_cost,
+    bench_step,
     evaluate,
     expand,
     generate,
@@ -158,4 +161,7 @@ SCRIPTS = {
     "expand": expand,
     "bench_round_cost": bench_round_cost,
     "bench_rollout": bench_rollout,
+    "bench_peers": bench_peers,
+    "bench_step": bench_step,
+    "bench_cache": bench_cache,
 }

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from scripts import SCRIPTS, refusal, run_script
 
+from experiments.bare_products import Floors, allowed_speedup, live_rows
 from experiments.bench_models import SyntheticMatch, in_turn, ratio
 from specrl_jax.errors import InputError
 from specrl_jax.models.tree import Tree
@@ -30,6 +31,16 @@ pytestmark = pytest.mark.ci
         ("bench_rollout", "--rows must name at least one number", ("--rows", 0)),
         ("bench_rollout", "--survival is (1.0,); choose probabilities", ("--survival", 1.0)),
         ("bench_rollout", "--policy and --drafter belong together", ("--drafter", "somewhere")),
+        ("bench_rollout", "--task arithmetic is for the real acceptance of --policy", ("--task", "arithmetic")),
+        ("bench_rollout", "--branchy is 0.5; choose a share from 0 to 1, with --task", ("--branchy", 0.5)),
+        ("bench_peers", "--draft-lengths is (-1,); numbers must be at least 0", ("--draft-lengths", -1)),
+        ("bench_peers", "has no folder transformers; make it as", ("--environments", "nowhere")),
+        ("bench_step", "has no folder tunix; make it as", ("--environments", "nowhere")),
+        ("bench_step", "--draft-lengths is (0,); numbers must be at least 1", ("--draft-lengths", 0)),
+        ("bench_step", "--kl-coefs is (-0.1,); name at least one number", ("--kl-coefs", -0.1)),
+        ("bench_step", "--survival is 1.0; choose 0 (real acceptance) to below 1", ("--survival", 1.0)),
+        ("bench_step", "--microbatch is 5; choose a divisor of 16", ("--microbatch", 5)),
+        ("bench_cache", "--pools is (1.5,); name shares above 0 and at most 1", ("--pools", 1.5)),
     ],
 )
 def test_bad_input_is_refused(monkeypatch, capsys, tmp_path, script, sentence, argv):
@@ -93,4 +104,41 @@ def test_rollouts_are_timed_at_a_small_shape(monkeypatch, tmp_path):
     assert rows[0]["speedup"] == 1.0
     assert rows[1]["acceptance_length"] > 1.0
     assert re.fullmatch(r"(\d+x\d+:\d+ ?)+", rows[2]["bodies"])
+    assert rows[2]["share_of_floor"] == pytest.approx(rows[2]["speedup"] / rows[2]["allowed"])
+    assert rows[2]["best_fixed"] in ("0", "2")
     assert (tmp_path / "costs.2.json").is_file()
+
+
+def test_a_step_is_timed_with_and_without_drafts(monkeypatch, tmp_path):
+    out = tmp_path / "out"
+    run_script(
+        monkeypatch, SCRIPTS["bench_step"], "--preset", "smoke", "--prompt-tokens", 2, "--tokens", 2, "--out", out
+    )
+    rows = json.loads((out / "results.json").read_text())["rows"]
+    assert [row["arm"] for row in rows] == ["ours, 0 drafts", "ours, 2 drafts"]
+    assert (rows[0]["speedup"], rows[0]["amdahl"]) == (1.0, 1.0)
+    assert rows[1]["amdahl"] > 0
+
+
+def test_what_the_cache_takes_is_told(monkeypatch, tmp_path):
+    out = tmp_path / "out"
+    run_script(monkeypatch, SCRIPTS["bench_cache"], "--preset", "smoke", "--out", out)
+    rows = json.loads((out / "results.json").read_text())["rows"]
+    whole, smaller = (row for row in rows if row["part"] == "memory")
+    assert smaller["cache_mb"] < whole["cache_mb"]
+    assert smaller["same_tokens"]
+    assert whole["over_live"] > smaller["over_live"] >= 1.0
+    assert sum(row["part"] == "compilation" for row in rows) == 4
+
+
+def test_what_the_floors_allow():
+    """Where more tokens cost nothing more, a draft is worth what it adds; where each costs as much, nothing."""
+    tokens = np.array([1, 1000])
+    free = Floors(tokens, np.array([1.0, 1.0]), np.array([0.0, 0.0]))
+    limits = np.array([3, 1, 2])
+    np.testing.assert_array_equal(live_rows(limits, 2), [2, 2, 2])
+    np.testing.assert_array_equal(live_rows(np.array([3, 1, 1]), 2), [2, 2, 1])
+    assert allowed_speedup(free, limits, 2, [0.5, 0.25]) == pytest.approx(1.75)
+    fair = Floors(tokens, np.array([1.0, 1000.0]), np.array([0.1, 0.1]))
+    assert allowed_speedup(fair, limits, 2, [0.9, 0.81]) == 1.0
+    assert fair.cost(2, 3) == pytest.approx((8 + 0.3) / 2)

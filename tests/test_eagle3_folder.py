@@ -114,7 +114,7 @@ def test_a_whole_vocabulary_is_saved_in_order_and_without_maps(tmp_path):
     assert not {"d2t", "t2d"} & load_file(tmp_path / "head" / "model.safetensors").keys()
     loaded = load_drafter(tmp_path / "head")[1]
     np.testing.assert_array_equal(loaded.target_ids, np.arange(29))
-    np.testing.assert_array_equal(loaded.weights.lm_head[:, order], params.weights.lm_head)
+    np.testing.assert_array_equal(loaded.weights.lm_head[order], params.weights.lm_head)
     assert_equal(loaded.weights.replace(lm_head=None), params.weights.replace(lm_head=None))
 
 

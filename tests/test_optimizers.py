@@ -127,7 +127,7 @@ def test_muon_matches_numpy():
         for name in expected:
             seen = [g[name] for g in history[:t]]
             if name in ("q_proj", "down_proj"):
-                fan_in, fan_out = expected[name].shape
+                fan_out, fan_in = expected[name].shape
                 direction = newton_schulz(nesterov_moment(seen, 0.9)) * math.sqrt(max(1, fan_out / fan_in))
                 expected[name] = expected[name] - 0.02 * (direction + 0.1 * expected[name])
             else:
@@ -138,13 +138,13 @@ def test_muon_matches_numpy():
 
 
 def test_muon_update_is_nearly_orthogonal():
-    params = {"q_proj": jnp.zeros((16, 48)), "embed": jnp.zeros((48, 16))}
+    params = {"q_proj": jnp.zeros((48, 16)), "embed": jnp.zeros((16, 48))}
     rng = np.random.default_rng(2)
     # A gradient of condition number 100: without orthogonalisation the update would have it too.
     left, _ = np.linalg.qr(rng.normal(size=(16, 16)))
     right, _ = np.linalg.qr(rng.normal(size=(48, 48)))
     matrix = jnp.asarray(left @ np.diag(np.geomspace(1.0, 0.01, 16)) @ right[:16], jnp.float32)
-    new, _, _ = train(OptimizerConfig(1.0, name="muon"), params, [{"q_proj": matrix, "embed": matrix.T}])
+    new, _, _ = train(OptimizerConfig(1.0, name="muon"), params, [{"q_proj": matrix.T, "embed": matrix}])
     singular = np.linalg.svd(np.asarray(new["q_proj"]) / math.sqrt(48 / 16), compute_uv=False)
     assert singular[:8].max() < 1.3
     assert singular[:8].min() > 0.6

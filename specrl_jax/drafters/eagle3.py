@@ -24,6 +24,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from specrl_jax.drafters.eagle3_params import Eagle3Config, Eagle3Params, Eagle3Weights
 from specrl_jax.drafters.protocol import Choice, Choose, propose_tree
+from specrl_jax.models.linear import linear
 from specrl_jax.models.policy import rms_norm, swiglu
 from specrl_jax.models.rope import apply_rope, rope_angles
 from specrl_jax.models.tree import Tree
@@ -63,7 +64,7 @@ def project_queries(
 ) -> Float[Array, "n h c"]:
     """Rotated queries."""
     cos, sin = rope_angles(positions, config.rope, config.head_dim)
-    return apply_rope((x @ weights.q_proj).reshape(x.shape[0], -1, config.head_dim), cos, sin)
+    return apply_rope(linear(x, weights.q_proj).reshape(x.shape[0], -1, config.head_dim), cos, sin)
 
 
 def project_keys(
@@ -71,15 +72,15 @@ def project_keys(
 ) -> tuple[Float[Array, "n g c"], Float[Array, "n g c"]]:
     """Rotated keys, and values."""
     cos, sin = rope_angles(positions, config.rope, config.head_dim)
-    keys = apply_rope((x @ weights.k_proj).reshape(x.shape[0], -1, config.head_dim), cos, sin)
-    return keys, (x @ weights.v_proj).reshape(x.shape[0], -1, config.head_dim)
+    keys = apply_rope(linear(x, weights.k_proj).reshape(x.shape[0], -1, config.head_dim), cos, sin)
+    return keys, linear(x, weights.v_proj).reshape(x.shape[0], -1, config.head_dim)
 
 
 def mix_and_mlp(
     config: Eagle3Config, weights: Eagle3Weights, hidden: Float[Array, "n d"], attended: Float[Array, "n h c"]
 ) -> Float[Array, "n d"]:
     """The layer after attention: `h2` from the slot's own hidden state and what it attended to."""
-    mixed = hidden + attended.reshape(hidden.shape[0], -1) @ weights.o_proj
+    mixed = hidden + linear(attended.reshape(hidden.shape[0], -1), weights.o_proj)
     normed = rms_norm(mixed, weights.mlp_norm, config.rms_norm_eps)
     return mixed + swiglu(normed, weights.gate_proj, weights.up_proj, weights.down_proj)
 
@@ -87,7 +88,7 @@ def mix_and_mlp(
 def draft_logits(config: Eagle3Config, weights: Eagle3Weights, hidden: Float[Array, "n d"]) -> Float[Array, "n dv"]:
     """Float32 logits over the draft vocabulary, from `h2`."""
     normed = rms_norm(hidden, weights.final_norm, config.rms_norm_eps)
-    return jnp.einsum("nd,dv->nv", normed, weights.lm_head, preferred_element_type=jnp.float32)
+    return linear(normed, weights.lm_head, jnp.float32)
 
 
 def init_state(config: Eagle3Config, rows: int, capacity: int) -> Eagle3State:
@@ -164,7 +165,7 @@ def commit(
     slots = jnp.where(steps < counts[:, None], state.length[:, None] + steps, -1)
     positions = slots.reshape(-1)
 
-    fused = features.reshape(rows * width, -1).astype(weights.fc.dtype) @ weights.fc
+    fused = linear(features.reshape(rows * width, -1).astype(weights.fc.dtype), weights.fc)
     x = attention_input(config, weights, embed, tokens.reshape(-1), fused)
     keys, values = project_keys(config, weights, x, jnp.maximum(positions, 0))
     length = state.length + counts

@@ -29,7 +29,7 @@ from specrl_jax.models.expansion import (
     widen_norm,
     widen_output,
     write_block,
-    write_rows,
+    write_inputs,
 )
 from specrl_jax.models.expansion_shapes import (
     Heads,
@@ -90,12 +90,12 @@ def _heads(sizes: Eagle3Config | Shape) -> Heads:
     return Heads(sizes.num_heads, sizes.num_kv_heads, sizes.head_dim)
 
 
-def _expand_fc(base: Float[Array, "i o"], old: Float[Array, "j p"]) -> Float[Array, "i o"]:
-    """Rows of channels that hold something write what the old ones wrote; the first feature's constant is copied."""
-    width, old_width = base.shape[1], old.shape[1]
-    for i, block in enumerate(jnp.split(old, 3)):
-        base = clear_block(base, old_width + 1, np.arange(width), first_row=i * width)
-        base = write_block(base, block, first_row=i * width)
+def _expand_fc(base: Float[Array, "o i"], old: Float[Array, "p j"]) -> Float[Array, "o i"]:
+    """Channels that hold something write what the old ones wrote; the first feature's constant is copied."""
+    width, old_width = base.shape[0], old.shape[0]
+    for i, block in enumerate(jnp.split(old, 3, axis=1)):
+        base = clear_block(base, old_width + 1, np.arange(width), first_input=i * width)
+        base = write_block(base, block, first_input=i * width)
     return base.at[old_width, old_width].set(jnp.ones((), base.dtype))
 
 
@@ -109,14 +109,14 @@ def _expand_weights(key: Any, old: Eagle3Weights, source: Eagle3Config, target: 
 
     def reads_both(base: Array, old: Array, columns: Any, scale: float = 1.0) -> Array:
         """A kernel over embedding and hidden state."""
-        for i, block in enumerate(jnp.split(old, 2)):
-            base = write_block(base, block, first_row=i * width, columns=columns, scale=scale)
+        for i, block in enumerate(jnp.split(old, 2, axis=1)):
+            base = write_block(base, block, first_input=i * width, outputs=columns, scale=scale)
         return base
 
     # Queries are zero where keys are random; nothing normalises them, so they carry the scale of the attention.
     q_proj = new["q_proj"]
-    for first_row in (0, width):
-        q_proj = clear_block(q_proj, old_width, queries.whole, first_row)
+    for first_input in (0, width):
+        q_proj = clear_block(q_proj, old_width, queries.whole, first_input)
     return Eagle3Weights(
         fc=_expand_fc(new["fc"], old.fc),
         embed_norm=widen_norm(old.embed_norm, width, dtype),
@@ -124,11 +124,11 @@ def _expand_weights(key: Any, old: Eagle3Weights, source: Eagle3Config, target: 
         q_proj=reads_both(q_proj, old.q_proj, queries, (target.head_dim / source.head_dim) ** 0.5),
         k_proj=reads_both(new["k_proj"], old.k_proj, keys),
         v_proj=reads_both(new["v_proj"], old.v_proj, keys),
-        o_proj=write_rows(new["o_proj"], old.o_proj, queries),
+        o_proj=write_inputs(new["o_proj"], old.o_proj, queries),
         mlp_norm=widen_norm(old.mlp_norm, width, dtype),
         gate_proj=write_block(new["gate_proj"], old.gate_proj),
         up_proj=write_block(new["up_proj"], old.up_proj),
-        down_proj=write_rows(new["down_proj"], old.down_proj, None),
+        down_proj=write_inputs(new["down_proj"], old.down_proj, None),
         final_norm=widen_norm(old.final_norm, width, dtype, reads_constant=True),
         lm_head=widen_output(array_keys["lm_head"], old.lm_head, width, target.draft_vocab_size, dtype),
     )

@@ -92,14 +92,12 @@ def config_json(config: Eagle3Config) -> dict[str, Any]:
 
 
 def drafter_tensors(params: Eagle3Params, config: Eagle3Config) -> dict[str, np.ndarray]:
-    """The head's tensors by their names in the folder, kernels `[out, in]`.
+    """The head's tensors by their names in the folder.
 
     A head of the whole vocabulary is stored in its order and without maps: vLLM refuses them there.
     """
     ids = np.asarray(params.target_ids, np.int64)
-    tensors = {
-        name: np.ascontiguousarray(np.asarray(getattr(params.weights, field)).T) for field, name in _NAMES.items()
-    }
+    tensors = {name: np.ascontiguousarray(np.asarray(getattr(params.weights, field))) for field, name in _NAMES.items()}
     if len(ids) == config.vocab_size:
         return tensors | {_NAMES["lm_head"]: tensors[_NAMES["lm_head"]][np.argsort(ids)]}
     members = np.zeros((config.vocab_size,), bool)
@@ -211,7 +209,7 @@ def _canonical(name: str) -> str:
 
 def _stored_names(file: Path, config: Eagle3Config) -> dict[str, str]:
     """The name in the file of every tensor, by canonical name, after checks of names, shapes and element types."""
-    expected = {_NAMES[field]: shape[::-1] for field, shape in weight_shapes(config).items()}
+    expected = {_NAMES[field]: shape for field, shape in weight_shapes(config).items()}
     expected |= {_OFFSETS: (config.draft_vocab_size,), _MEMBERS: (config.vocab_size,)}
     expected[_EMBED] = (config.vocab_size, config.hidden_size)
     stored: dict[str, str] = {}
@@ -286,5 +284,5 @@ def load_drafter(
     with safe_open(file, framework="numpy") as opened:
         found = {name: opened.get_tensor(original) for name, original in stored.items() if name != _EMBED}
     ids = _target_ids(file, config, found.get(_OFFSETS), found.get(_MEMBERS))
-    arrays = {field: jnp.asarray(found[name].astype(dtype).T) for field, name in _NAMES.items()}
+    arrays = {field: jnp.asarray(found[name].astype(dtype)) for field, name in _NAMES.items()}
     return Eagle3Drafter(config), Eagle3Params(Eagle3Weights(**arrays), jnp.asarray(ids))

@@ -11,7 +11,7 @@ from jaxtyping import Array, Float, Int
 
 from specrl_jax.errors import InputError
 from specrl_jax.models.config import Dtype, RopeConfig
-from specrl_jax.models.params import PolicyParams
+from specrl_jax.models.params import PolicyParams, init_kernel
 
 _SIZES = (
     "hidden_size",
@@ -91,30 +91,30 @@ class Eagle3Config:
 
 @struct.dataclass
 class Eagle3Weights:
-    """What training changes. Kernels are stored `[in, out]`; `ed` is embedding beside hidden, `2 * d`.
+    """What training changes. Kernels are stored `[out, in]`; `ed` is embedding beside hidden, `2 * d`.
 
     fc: maps the concatenated features (`fd = 3 * d`) to the head's width.
     embed_norm, hidden_norm: norms of the two halves of the attention input (`input_layernorm`, `hidden_norm`).
     """
 
-    fc: Float[Array, "fd d"]
+    fc: Float[Array, "d fd"]
     embed_norm: Float[Array, "d"]
     hidden_norm: Float[Array, "d"]
-    q_proj: Float[Array, "ed hc"]
-    k_proj: Float[Array, "ed gc"]
-    v_proj: Float[Array, "ed gc"]
-    o_proj: Float[Array, "hc d"]
+    q_proj: Float[Array, "hc ed"]
+    k_proj: Float[Array, "gc ed"]
+    v_proj: Float[Array, "gc ed"]
+    o_proj: Float[Array, "d hc"]
     mlp_norm: Float[Array, "d"]
-    gate_proj: Float[Array, "d f"]
-    up_proj: Float[Array, "d f"]
-    down_proj: Float[Array, "f d"]
+    gate_proj: Float[Array, "f d"]
+    up_proj: Float[Array, "f d"]
+    down_proj: Float[Array, "d f"]
     final_norm: Float[Array, "d"]
-    lm_head: Float[Array, "d dv"]
+    lm_head: Float[Array, "dv d"]
 
 
 @struct.dataclass
 class Eagle3Params:
-    """`target_ids[i]` is the policy's token that column `i` of the draft logits stands for, int32."""
+    """`target_ids[i]` is the policy's token that entry `i` of the draft logits stands for, int32."""
 
     weights: Eagle3Weights
     target_ids: Int[Array, "dv"]
@@ -125,19 +125,19 @@ def weight_shapes(config: Eagle3Config) -> dict[str, tuple[int, ...]]:
     d, f = config.hidden_size, config.intermediate_size
     heads, kv_heads = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     return {
-        "fc": (3 * config.target_hidden_size, d),
+        "fc": (d, 3 * config.target_hidden_size),
         "embed_norm": (d,),
         "hidden_norm": (d,),
-        "q_proj": (2 * d, heads),
-        "k_proj": (2 * d, kv_heads),
-        "v_proj": (2 * d, kv_heads),
-        "o_proj": (heads, d),
+        "q_proj": (heads, 2 * d),
+        "k_proj": (kv_heads, 2 * d),
+        "v_proj": (kv_heads, 2 * d),
+        "o_proj": (d, heads),
         "mlp_norm": (d,),
-        "gate_proj": (d, f),
-        "up_proj": (d, f),
-        "down_proj": (f, d),
+        "gate_proj": (f, d),
+        "up_proj": (f, d),
+        "down_proj": (d, f),
         "final_norm": (d,),
-        "lm_head": (d, config.draft_vocab_size),
+        "lm_head": (config.draft_vocab_size, d),
     }
 
 
@@ -185,10 +185,9 @@ def init_eagle3(
         if len(shape) == 1:
             arrays[name] = jnp.ones(shape, dtype)
         else:
-            drawn = jax.random.truncated_normal(array_key, -2.0, 2.0, shape, jnp.float32)
-            arrays[name] = (drawn * shape[0] ** -0.5).astype(dtype)
+            arrays[name] = init_kernel(array_key, shape, dtype)
     arrays["fc"] = arrays["fc"] / feature_rms
     if policy is not None:
-        head = policy.embed.T if policy.head is None else policy.head
-        arrays |= {"final_norm": policy.final_norm.astype(dtype), "lm_head": head[:, ids].astype(dtype)}
+        head = policy.embed if policy.head is None else policy.head
+        arrays |= {"final_norm": policy.final_norm.astype(dtype), "lm_head": head[ids].astype(dtype)}
     return Eagle3Params(Eagle3Weights(**arrays), ids)

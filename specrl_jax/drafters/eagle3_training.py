@@ -19,6 +19,7 @@ from jaxtyping import Array, Bool, Float, Int
 from specrl_jax.drafters.eagle3 import attention_input, draft_logits, mix_and_mlp, project_keys, project_queries
 from specrl_jax.drafters.eagle3_params import Eagle3Config, Eagle3Weights
 from specrl_jax.errors import InputError
+from specrl_jax.models.linear import linear
 
 _MASKED = -1e30
 _FEWEST_QUERIES, _MOST_BLOCKS = 128, 8
@@ -149,7 +150,7 @@ def ttt_hidden(
     """The head's output `h2` of every step at every slot, `n = b * t`; no gradient reaches embedding and features."""
     batch, slots = tokens.shape
     embed, features = lax.stop_gradient(embed), lax.stop_gradient(features)
-    hidden = features.reshape(batch * slots, -1).astype(weights.fc.dtype) @ weights.fc
+    hidden = linear(features.reshape(batch * slots, -1).astype(weights.fc.dtype), weights.fc)
     base: tuple[Array, Array] | None = None
     own_keys: list[Array] = []
     own_values: list[Array] = []

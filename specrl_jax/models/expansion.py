@@ -38,49 +38,52 @@ from specrl_jax.models.expansion_shapes import (
     residual_constant,
 )
 from specrl_jax.models.params import LayerParams, PolicyParams, layer_shapes
+from specrl_jax.models.policy import head_weights
 
 # Logit of a new id: normalised constant times both. Each fits float16, in which others may run the policy.
 _NORM_OF_CONSTANT, _HEAD_OF_CONSTANT = 2.0**14, -(2.0**15)
 _ROWS_AT_ONCE = 64
 
 
-def random_kernel(key: Any, shape: tuple[int, int], dtype: Any) -> Float[Array, "i o"]:
+def random_kernel(key: Any, shape: tuple[int, int], dtype: Any) -> Float[Array, "o i"]:
     """A kernel of variance 1/fan-in."""
     rows, columns = shape
 
-    def row(key: Any) -> Float[Array, "o"]:
-        return jax.random.normal(key, (columns,), dtype) * rows**-0.5
+    def row(key: Any) -> Float[Array, "i"]:
+        return jax.random.normal(key, (columns,), dtype) * columns**-0.5
 
     # All at once, the bits would take several times the memory of the kernel.
     return lax.map(row, jax.random.split(key, rows), batch_size=_ROWS_AT_ONCE)
 
 
 def write_block(
-    base: Float[Array, "i o"],
-    old: Float[Array, "j p"],
-    first_row: int = 0,
-    columns: Columns | None = None,
+    base: Float[Array, "o i"],
+    old: Float[Array, "p j"],
+    first_input: int = 0,
+    outputs: Columns | None = None,
     scale: float = 1.0,
-) -> Float[Array, "i o"]:
-    """`base` with `old`, times `scale`, from row `first_row` on: in its first columns, or where `columns` says."""
+) -> Float[Array, "o i"]:
+    """`base` with `old`, times `scale`, from input `first_input` on: in its first outputs, or where `outputs` says."""
     value = (old.astype(jnp.float32) * scale).astype(base.dtype)
-    rows = slice(first_row, first_row + old.shape[0])
-    if columns is None:
-        return base.at[rows, : old.shape[1]].set(value)
-    return base.at[rows, columns.new].set(value[:, columns.old])
+    inputs = slice(first_input, first_input + old.shape[1])
+    if outputs is None:
+        return base.at[: old.shape[0], inputs].set(value)
+    return base.at[outputs.new, inputs].set(value[outputs.old])
 
 
-def clear_block(base: Float[Array, "i o"], rows: int, columns: np.ndarray, first_row: int = 0) -> Float[Array, "i o"]:
-    """`base` with zeros in `rows` rows from `first_row` on, in the given columns."""
-    return base.at[first_row : first_row + rows, columns].set(jnp.zeros((), base.dtype))
+def clear_block(
+    base: Float[Array, "o i"], inputs: int, outputs: np.ndarray, first_input: int = 0
+) -> Float[Array, "o i"]:
+    """`base` with zeros at `inputs` inputs from `first_input` on, of the given outputs."""
+    return base.at[outputs, first_input : first_input + inputs].set(jnp.zeros((), base.dtype))
 
 
-def write_rows(base: Float[Array, "i o"], old: Float[Array, "j p"], columns: Columns | None) -> Float[Array, "i o"]:
-    """A kernel into the residual stream: the rows of `old` in its first columns, zeros elsewhere."""
+def write_inputs(base: Float[Array, "o i"], old: Float[Array, "p j"], inputs: Columns | None) -> Float[Array, "o i"]:
+    """A kernel into the residual stream: `old` into its first channels from its inputs' new places, zeros elsewhere."""
     zeros, value = jnp.zeros_like(base), old.astype(base.dtype)
-    if columns is None:
+    if inputs is None:
         return zeros.at[: old.shape[0], : old.shape[1]].set(value)
-    return zeros.at[columns.new, : old.shape[1]].set(value[columns.old])
+    return zeros.at[: old.shape[0], inputs.new].set(value[:, inputs.old])
 
 
 def widen_norm(old: Float[Array, "d"], width: int, dtype: Any, *, reads_constant: bool = False) -> Float[Array, "w"]:
@@ -91,13 +94,13 @@ def widen_norm(old: Float[Array, "d"], width: int, dtype: Any, *, reads_constant
     return wide.at[old.shape[0]].set(constant).astype(dtype)
 
 
-def widen_output(key: Any, old: Float[Array, "d v"], width: int, vocab_size: int, dtype: Any) -> Float[Array, "w x"]:
+def widen_output(key: Any, old: Float[Array, "v d"], width: int, vocab_size: int, dtype: Any) -> Float[Array, "x w"]:
     """An output projection whose new ids read the constant channel, and whose old ids do not."""
-    d, v = old.shape
-    wide = random_kernel(key, (width, vocab_size), dtype)
-    wide = wide.at[:d, v:].set(jnp.zeros((), dtype)).at[:d, :v].set(old.astype(dtype))
+    v, d = old.shape
+    wide = random_kernel(key, (vocab_size, width), dtype)
+    wide = wide.at[v:, :d].set(jnp.zeros((), dtype)).at[:v, :d].set(old.astype(dtype))
     constant = jnp.where(jnp.arange(vocab_size) < v, 0.0, _HEAD_OF_CONSTANT)
-    return wide.at[d].set(constant.astype(dtype))
+    return wide.at[:, d].set(constant.astype(dtype))
 
 
 @functools.partial(jax.jit, static_argnums=(1,))
@@ -134,18 +137,18 @@ def _expand_layer(key: Any, layer: LayerParams, source: PolicyConfig, target: Po
     scale = (target.rms_norm_eps / source.rms_norm_eps / share) ** 0.5
 
     def normalised(base: Array, old: Array, columns: Columns) -> Array:
-        return write_block(clear_block(base, source.hidden_size, columns.whole), old, columns=columns, scale=scale)
+        return write_block(clear_block(base, source.hidden_size, columns.whole), old, outputs=columns, scale=scale)
 
     return LayerParams(
         attn_norm=widen_norm(layer.attn_norm, width, dtype),
         q_proj=normalised(new.q_proj, layer.q_proj, queries),
         k_proj=normalised(new.k_proj, layer.k_proj, keys),
-        v_proj=write_block(new.v_proj, layer.v_proj, columns=keys),
-        o_proj=write_rows(new.o_proj, layer.o_proj, queries),
+        v_proj=write_block(new.v_proj, layer.v_proj, outputs=keys),
+        o_proj=write_inputs(new.o_proj, layer.o_proj, queries),
         mlp_norm=widen_norm(layer.mlp_norm, width, dtype),
         gate_proj=write_block(new.gate_proj, layer.gate_proj),
         up_proj=write_block(new.up_proj, layer.up_proj),
-        down_proj=write_rows(new.down_proj, layer.down_proj, None),
+        down_proj=write_inputs(new.down_proj, layer.down_proj, None),
         # The mean over more channels wants sqrt(share) in both; 1 / sqrt(head_dim) takes it back in one of them.
         q_norm=_widen_head_norm(layer.q_norm, target.head_dim, 1.0, dtype),
         k_norm=_widen_head_norm(layer.k_norm, target.head_dim, share**0.5, dtype),
@@ -162,12 +165,12 @@ def _expand_embedding(embed: Float[Array, "v d"], target: PolicyConfig, constant
     return wide.at[:, d].set(jnp.asarray(constant, dtype))
 
 
-@functools.partial(jax.jit, static_argnums=(3, 4))
+@functools.partial(jax.jit, static_argnums=(3,))
 def _expand_head(
-    key: Any, head: Float[Array, "..."], final_norm: Float[Array, "d"], tied: bool, target: PolicyConfig
-) -> tuple[Float[Array, "w"], Float[Array, "w x"]]:
+    key: Any, head: Float[Array, "v d"], final_norm: Float[Array, "d"], target: PolicyConfig
+) -> tuple[Float[Array, "w"], Float[Array, "x w"]]:
     dtype = jnp.dtype(target.dtype)
-    wide = widen_output(key, head.T if tied else head, target.hidden_size, target.vocab_size, dtype)
+    wide = widen_output(key, head, target.hidden_size, target.vocab_size, dtype)
     return widen_norm(final_norm, target.hidden_size, dtype, reads_constant=True), wide
 
 
@@ -198,10 +201,8 @@ def expand_policy(
     target = expanded_config(config, shape)
     placed = place_layers(config.num_layers, target.num_layers, boundaries)
     head_key, *layer_keys = jax.random.split(key, 1 + target.num_layers)
-    tied = params.head is None
-    final_norm, head = _expand_head(
-        head_key, params.embed if params.head is None else params.head, params.final_norm, tied, target
-    )
+    final_norm, head = head_weights(params)
+    final_norm, head = _expand_head(head_key, head, final_norm, target)
     layers = tuple(
         _identity_layer(layer_key, target)
         if layer is None

@@ -1,4 +1,4 @@
-"""The policy's parameters as a pytree: one entry per layer, kernels stored `[in, out]`.
+"""The policy's parameters as a pytree: one entry per layer, kernels stored `[out, in]` as by Hugging Face.
 
 Layers are a tuple, not a stack: XLA copies every layer's slice of a stacked
 array before each matmul of a decode step.
@@ -19,14 +19,14 @@ class LayerParams:
     """One decoder layer. `hc`, `gc`: query heads and key/value heads times the head width `c`."""
 
     attn_norm: Float[Array, "d"]
-    q_proj: Float[Array, "d hc"]
-    k_proj: Float[Array, "d gc"]
-    v_proj: Float[Array, "d gc"]
-    o_proj: Float[Array, "hc d"]
+    q_proj: Float[Array, "hc d"]
+    k_proj: Float[Array, "gc d"]
+    v_proj: Float[Array, "gc d"]
+    o_proj: Float[Array, "d hc"]
     mlp_norm: Float[Array, "d"]
-    gate_proj: Float[Array, "d f"]
-    up_proj: Float[Array, "d f"]
-    down_proj: Float[Array, "f d"]
+    gate_proj: Float[Array, "f d"]
+    up_proj: Float[Array, "f d"]
+    down_proj: Float[Array, "d f"]
     q_norm: Float[Array, "c"] | None = None
     k_norm: Float[Array, "c"] | None = None
     q_bias: Float[Array, "hc"] | None = None
@@ -36,12 +36,12 @@ class LayerParams:
 
 @struct.dataclass
 class PolicyParams:
-    """`head` is None when the output projection is the transposed embedding."""
+    """`head` is None when the output projection is the embedding."""
 
     embed: Float[Array, "v d"]
     layers: tuple[LayerParams, ...]
     final_norm: Float[Array, "d"]
-    head: Float[Array, "d v"] | None = None
+    head: Float[Array, "v d"] | None = None
 
 
 def layer_shapes(config: PolicyConfig) -> dict[str, tuple[int, ...]]:
@@ -50,14 +50,14 @@ def layer_shapes(config: PolicyConfig) -> dict[str, tuple[int, ...]]:
     heads, kv_heads = config.num_heads * c, config.num_kv_heads * c
     shapes: dict[str, tuple[int, ...]] = {
         "attn_norm": (d,),
-        "q_proj": (d, heads),
-        "k_proj": (d, kv_heads),
-        "v_proj": (d, kv_heads),
-        "o_proj": (heads, d),
+        "q_proj": (heads, d),
+        "k_proj": (kv_heads, d),
+        "v_proj": (kv_heads, d),
+        "o_proj": (d, heads),
         "mlp_norm": (d,),
-        "gate_proj": (d, f),
-        "up_proj": (d, f),
-        "down_proj": (f, d),
+        "gate_proj": (f, d),
+        "up_proj": (f, d),
+        "down_proj": (d, f),
     }
     if config.qk_norm:
         shapes |= {"q_norm": (c,), "k_norm": (c,)}
@@ -71,8 +71,13 @@ def _init_array(key: Any, name: str, shape: tuple[int, ...], dtype: Any) -> Arra
         return jnp.ones(shape, dtype)
     if name.endswith("bias"):
         return jnp.zeros(shape, dtype)
-    scale = shape[0] ** -0.5
-    return (jax.random.truncated_normal(key, -2.0, 2.0, shape, jnp.float32) * scale).astype(dtype)
+    return init_kernel(key, shape, dtype)
+
+
+def init_kernel(key: Any, shape: tuple[int, ...], dtype: Any) -> Float[Array, "o i"]:
+    """A kernel of variance 1/fan-in. It is drawn `[in, out]`: a seed gives the weights that it gave before."""
+    drawn = jax.random.truncated_normal(key, -2.0, 2.0, shape[::-1], jnp.float32)
+    return (drawn * shape[1] ** -0.5).astype(dtype).T
 
 
 def init_params(key: Any, config: PolicyConfig) -> PolicyParams:
@@ -89,7 +94,7 @@ def init_params(key: Any, config: PolicyConfig) -> PolicyParams:
     embed = jax.random.normal(embed_key, (config.vocab_size, config.hidden_size), jnp.float32) * 0.02
     head = None
     if not config.tie_embeddings:
-        head = _init_array(head_key, "head", (config.hidden_size, config.vocab_size), dtype)
+        head = _init_array(head_key, "head", (config.vocab_size, config.hidden_size), dtype)
     return PolicyParams(
         embed=embed.astype(dtype),
         layers=tuple(init_layer(k) for k in layer_keys),

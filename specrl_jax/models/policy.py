@@ -24,6 +24,7 @@ from jaxtyping import Array, Float, Int
 from specrl_jax.models.attention import attention, paged_attention
 from specrl_jax.models.cache import KVCache, init_pool, locate, own_pages, pages_for, write_slots
 from specrl_jax.models.config import PolicyConfig
+from specrl_jax.models.linear import linear
 from specrl_jax.models.numerics import Numerics, map_tokens
 from specrl_jax.models.params import LayerParams, PolicyParams
 from specrl_jax.models.rope import apply_rope, rope_angles
@@ -93,17 +94,17 @@ def rms_norm(x: Float[Array, "*n d"], weight: Float[Array, "d"], eps: float) -> 
 
 
 def swiglu(
-    x: Float[Array, "n d"], gate: Float[Array, "d f"], up: Float[Array, "d f"], down: Float[Array, "f d"]
+    x: Float[Array, "n d"], gate: Float[Array, "f d"], up: Float[Array, "f d"], down: Float[Array, "d f"]
 ) -> Float[Array, "n d"]:
     """Gated MLP (Shazeer, arXiv 2002.05202)."""
-    return (jax.nn.silu(x @ gate) * (x @ up)) @ down
+    return linear(jax.nn.silu(linear(x, gate)) * linear(x, up), down)
 
 
 def _project_qkv(
     config: PolicyConfig, layer: LayerParams, x: Float[Array, "n d"], positions: Int[Array, "n"]
 ) -> tuple[Float[Array, "n h c"], Float[Array, "n g c"], Float[Array, "n g c"]]:
     normed = rms_norm(x, layer.attn_norm, config.rms_norm_eps)
-    q, k, v = normed @ layer.q_proj, normed @ layer.k_proj, normed @ layer.v_proj
+    q, k, v = linear(normed, layer.q_proj), linear(normed, layer.k_proj), linear(normed, layer.v_proj)
     if layer.q_bias is not None and layer.k_bias is not None and layer.v_bias is not None:
         q, k, v = q + layer.q_bias[None], k + layer.k_bias[None], v + layer.v_bias[None]
     q, k, v = (y.reshape(x.shape[0], -1, config.head_dim) for y in (q, k, v))
@@ -116,7 +117,7 @@ def _project_qkv(
 def _mix_and_mlp(
     config: PolicyConfig, layer: LayerParams, x: Float[Array, "n d"], attended: Float[Array, "n h c"]
 ) -> Float[Array, "n d"]:
-    x = x + attended.reshape(x.shape[0], -1) @ layer.o_proj
+    x = x + linear(attended.reshape(x.shape[0], -1), layer.o_proj)
     normed = rms_norm(x, layer.mlp_norm, config.rms_norm_eps)
     return x + swiglu(normed, layer.gate_proj, layer.up_proj, layer.down_proj)
 
@@ -186,29 +187,24 @@ def forward(
     return ForwardOutput(x, features, new_cache)
 
 
-def head_weights(params: PolicyParams) -> tuple[Float[Array, "d"], Float[Array, "v d"] | Float[Array, "d v"], bool]:
-    """Final norm, output projection, and whether the projection is the (transposed) embedding."""
-    if params.head is None:
-        return params.final_norm, params.embed, True
-    return params.final_norm, params.head, False
+def head_weights(params: PolicyParams) -> tuple[Float[Array, "d"], Float[Array, "v d"]]:
+    """Final norm and output projection."""
+    return params.final_norm, params.embed if params.head is None else params.head
 
 
 def token_logits(
-    config: PolicyConfig, tied: bool, weights: tuple[Array, Array], hidden: Float[Array, "n d"]
+    config: PolicyConfig, weights: tuple[Array, Array], hidden: Float[Array, "n d"]
 ) -> Float[Array, "n v"]:
     """Float32 logits of hidden states; a token-wise function for `map_tokens`."""
     norm, head = weights
-    normed = rms_norm(hidden, norm, config.rms_norm_eps)
-    equation = "nd,vd->nv" if tied else "nd,dv->nv"
-    return jnp.einsum(equation, normed, head, preferred_element_type=jnp.float32)
+    return linear(rms_norm(hidden, norm, config.rms_norm_eps), head, jnp.float32)
 
 
 def logits(
     params: PolicyParams, config: PolicyConfig, hidden: Float[Array, "n d"], numerics: Numerics
 ) -> Float[Array, "n v"]:
     """Float32 logits of the next token, from `ForwardOutput.hidden`."""
-    *weights, tied = head_weights(params)
-    return map_tokens(functools.partial(token_logits, config, tied), tuple(weights), (hidden,), numerics)
+    return map_tokens(functools.partial(token_logits, config), head_weights(params), (hidden,), numerics)
 
 
 def policy_pool(config: PolicyConfig, pages: int, numerics: Numerics) -> tuple[tuple[Array, ...], tuple[Array, ...]]:

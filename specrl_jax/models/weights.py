@@ -44,31 +44,31 @@ def _layer_name(layer: int, field: str) -> str:
 
 
 def tensor_shapes(config: PolicyConfig) -> dict[str, tuple[int, ...]]:
-    """Shape of every tensor of a checkpoint, by Hugging Face name; kernels are `[out, in]` there."""
+    """Shape of every tensor of a checkpoint, by Hugging Face name."""
     embedding = (config.vocab_size, config.hidden_size)
     shapes: dict[str, tuple[int, ...]] = {_EMBED: embedding, _FINAL_NORM: (config.hidden_size,)}
     if not config.tie_embeddings:
         shapes[_HEAD] = embedding
     for layer in range(config.num_layers):
-        shapes |= {_layer_name(layer, field): shape[::-1] for field, shape in layer_shapes(config).items()}
+        shapes |= {_layer_name(layer, field): shape for field, shape in layer_shapes(config).items()}
     return shapes
 
 
 def _named_tensors(params: PolicyParams) -> Iterator[tuple[str, np.ndarray]]:
-    """Name and tensor, one at a time; kernels are transposed views."""
+    """Name and tensor, one at a time."""
     yield _EMBED, np.asarray(params.embed)
     yield _FINAL_NORM, np.asarray(params.final_norm)
     if params.head is not None:
-        yield _HEAD, np.asarray(params.head).T
+        yield _HEAD, np.asarray(params.head)
     for i, layer in enumerate(params.layers):
         for field in _LAYER_NAMES:
             value = getattr(layer, field)
             if value is not None:
-                yield _layer_name(i, field), np.asarray(value).T
+                yield _layer_name(i, field), np.asarray(value)
 
 
 def policy_tensors(params: PolicyParams, config: PolicyConfig) -> dict[str, np.ndarray]:
-    """The policy's tensors by Hugging Face name, contiguous, `[out, in]`, in the order of their names."""
+    """The policy's tensors by Hugging Face name, contiguous, in the order of their names."""
     tensors = {name: np.ascontiguousarray(value) for name, value in _named_tensors(params)}
     expected = tensor_shapes(config)
     if {name: value.shape for name, value in tensors.items()} != expected:
@@ -204,9 +204,9 @@ def read_params(folder: Path, config: PolicyConfig) -> PolicyParams:
                 value = opened.get_tensor(name).astype(dtype)
                 match = re.fullmatch(r"model\.layers\.(\d+)\.(.+)", name)
                 if match is not None:
-                    layers[int(match[1])][fields[match[2]]] = jnp.asarray(value.T)
+                    layers[int(match[1])][fields[match[2]]] = jnp.asarray(value)
                 else:
-                    outer[name] = jnp.asarray(value.T if name == _HEAD else value)
+                    outer[name] = jnp.asarray(value)
     return PolicyParams(
         embed=outer[_EMBED],
         layers=tuple(LayerParams(**layer) for layer in layers),

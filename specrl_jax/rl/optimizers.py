@@ -115,7 +115,7 @@ def muon_parameters(params: Any) -> Any:
 
 
 def _muon_axes(params: Any) -> Any:
-    axes = optax.contrib.MuonDimensionNumbers()
+    axes = optax.contrib.MuonDimensionNumbers(reduction_axis=1, output_axis=0)  # kernels are `[out, in]`
     return jax.tree.map(lambda is_muon: axes if is_muon else None, muon_parameters(params))
 
 

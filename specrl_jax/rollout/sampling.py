@@ -203,7 +203,6 @@ def _given(context: Context) -> tuple[Array, ...]:
 
 def _sample_block(
     config: PolicyConfig,
-    tied: bool,
     law: SamplingLaw,
     keep_law: bool,
     weights: tuple[Array, Array],
@@ -211,7 +210,7 @@ def _sample_block(
     keys: UInt32[Array, "n 2"],
     *context: Array,
 ) -> tuple[TokenLaw, Float[Array, "n v"] | None]:
-    logits = token_logits(config, tied, weights, hidden)
+    logits = token_logits(config, weights, hidden)
     ids = jnp.arange(logits.shape[1], dtype=jnp.int32)
     tempered = law.tempered(logits, Context(*context), ids)
     threshold = law.threshold(tempered)
@@ -222,7 +221,6 @@ def _sample_block(
 
 def _score_block(
     config: PolicyConfig,
-    tied: bool,
     law: SamplingLaw,
     keep_law: bool,
     weights: tuple[Array, Array],
@@ -231,7 +229,7 @@ def _score_block(
     thresholds: Float[Array, "n"],
     *context: Array,
 ) -> tuple[TokenLaw, Float[Array, "n v"] | None]:
-    logits = token_logits(config, tied, weights, hidden)
+    logits = token_logits(config, weights, hidden)
     tempered = law.tempered(logits, Context(*context), jnp.arange(logits.shape[1], dtype=jnp.int32))
     log_law = law.restrict(tempered, thresholds, tokens)
     return _describe(log_law, tokens, thresholds), (jax.nn.log_softmax(logits, axis=-1) if keep_law else None)
@@ -252,9 +250,8 @@ def sample_tokens(
 
     With `keep_law` the whole log-law is returned too, for rules that judge drafts by it.
     """
-    *weights, tied = head_weights(params)
-    block = functools.partial(_sample_block, config, tied, law, keep_law)
-    return map_tokens(block, tuple(weights), (hidden, keys, *_given(context)), numerics)
+    block = functools.partial(_sample_block, config, law, keep_law)
+    return map_tokens(block, head_weights(params), (hidden, keys, *_given(context)), numerics)
 
 
 def score_tokens(
@@ -274,6 +271,5 @@ def score_tokens(
     A given token belongs to its support even where its probability has since fallen below the threshold.
     With `keep_law` the policy's own log-law is returned too, log softmax(logits).
     """
-    *weights, tied = head_weights(params)
-    block = functools.partial(_score_block, config, tied, law, keep_law)
-    return map_tokens(block, tuple(weights), (hidden, tokens, thresholds, *_given(context)), numerics)
+    block = functools.partial(_score_block, config, law, keep_law)
+    return map_tokens(block, head_weights(params), (hidden, tokens, thresholds, *_given(context)), numerics)

@@ -1,0 +1,191 @@
+"""What the cache takes, what a group's prompt costs, and how long rounds take to compile.
+
+Memory: long-tailed responses, exp(N(ln 64, 0.8)) clipped at 512, go through a few rows, with a page pool for all rows
+at full length and with smaller ones (`--pools`, as shares of it), where sequences wait. `over_live` is the allocated
+bytes over those of the tokens alive at the peak, a shared prompt counted once; `over_parts` is the
+program's peak, by the compiler, over weights and cache. Prefill: prompts with `--group` samples each beside the same
+prompts with one. Compilation: lowering and compiling one round of every kind, without the persistent cache.
+"""
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Annotated, Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import tyro
+
+from experiments.bench_models import ShapeOptions, drafter_of, in_turn, open_expanded, parts_of, ratio
+from experiments.common import Run, RunOptions, check_least, run_main
+from experiments.expand import Pair, size
+from experiments.outputs import check_output, markdown_table, open_output, provenance, write_results
+from specrl_jax.data.prompts import Prompts
+from specrl_jax.errors import InputError
+from specrl_jax.models.numerics import Numerics
+from specrl_jax.rollout.config import RolloutConfig
+from specrl_jax.rollout.engine import RolloutEngine
+from specrl_jax.rollout.noise import sequence_keys
+from specrl_jax.rollout.sampling import SamplingLaw
+from specrl_jax.training.costs import standing_batch
+from specrl_jax.training.metrics import write_json
+
+SCRIPT = "bench_cache"
+
+
+@dataclass(frozen=True)
+class Config:
+    """Options of the measurement."""
+
+    run: Run = RunOptions()
+    model: Annotated[ShapeOptions, tyro.conf.arg(name="")] = field(default_factory=lambda: ShapeOptions(shape="25m"))
+    sequences: int = 256
+    rows: int = 16
+    prompt_tokens: int = 32
+    longest: int = 512
+    pools: tuple[float, ...] = (1.0, 0.5, 0.3)
+    draft_length: int = 3
+    group: int = 16
+    group_prompt_tokens: int = 256
+    repeats: int = 15
+
+    def __post_init__(self) -> None:
+        check_least("", self, sequences=1, rows=1, prompt_tokens=2, longest=2, draft_length=1, group=1)
+        check_least("", self, group_prompt_tokens=2, repeats=3)
+        if not self.pools or not all(0.0 < share <= 1.0 for share in self.pools):
+            raise InputError(f"--pools is {self.pools}; name shares above 0 and at most 1")
+
+    @property
+    def mesh(self) -> str:
+        """One device."""
+        return "data=1"
+
+
+PRESETS: dict[str, Mapping[str, Any]] = {
+    "default": {},
+    "smoke": {"sequences": 4, "rows": 2, "longest": 130, "pools": (1.0, 0.7), "group_prompt_tokens": 8, "repeats": 3},
+}
+
+
+def prompts_of(pair: Pair, count: int, width: int, seed: int) -> Prompts:
+    """Random prompts."""
+    rng = np.random.default_rng(seed)
+    tokens = rng.integers(2, min(pair.policy.vocab_size, 16_000), (count, width))
+    lengths = jnp.full((count,), width, jnp.int32)
+    return Prompts(jnp.asarray(tokens, jnp.int32), lengths, jnp.arange(count, dtype=jnp.uint32))
+
+
+def engine_of(pair: Pair, longest: int, **settings: Any) -> RolloutEngine:
+    """An engine in which limits end the responses."""
+    law = SamplingLaw(end_ids=(1,), min_new_tokens=longest)
+    rollout = RolloutConfig(longest, settings.pop("samples", 1), settings.pop("draft_length"), law, **settings)
+    return RolloutEngine(pair.policy, rollout, Numerics(), drafter_of(pair))
+
+
+def keys_of(prompts: Prompts, samples: int) -> Any:
+    """Noise keys of the samples of every prompt."""
+    rows = jnp.repeat(prompts.row_ids, samples)
+    return sequence_keys(0, "evaluation", 0, rows, jnp.tile(jnp.arange(samples, dtype=jnp.int32), len(prompts.row_ids)))
+
+
+def memory(pair: Pair, config: Config) -> list[dict[str, Any]]:
+    """A row per size of the pool."""
+    rng = np.random.default_rng(config.run.seed)
+    drawn = np.round(np.exp(rng.normal(np.log(64.0), 0.8, config.sequences)))
+    limits = jnp.asarray(np.clip(drawn, 1, config.longest), jnp.int32)
+    prompts = prompts_of(pair, config.sequences, config.prompt_tokens, config.run.seed)
+    keys = keys_of(prompts, 1)
+    whole = engine_of(pair, config.longest, draft_length=config.draft_length, rows=config.rows)
+    layout = whole.layout(*prompts.tokens.shape)
+    weights = sum(leaf.nbytes for leaf in jax.tree.leaves((pair.params, pair.draft)))
+    drafter = whole.drafter_bytes(layout.rows + layout.prompts, prompts.tokens.shape[1])
+    per_token = whole.page_bytes() // whole.numerics.key_block
+    table, first = [], None
+    for share in config.pools:
+        budget = int(layout.pool_pages * share) * whole.page_bytes() + drafter
+        engine = replace(whole, config=replace(whole.config, cache_bytes=budget))
+        compiled = jax.jit(engine.rollout).lower(pair.params, pair.draft, prompts, keys, limits).compile()
+        start = time.perf_counter()
+        trajectory = jax.block_until_ready(compiled(pair.params, pair.draft, prompts, keys, limits))
+        seconds = time.perf_counter() - start
+        first = first or trajectory
+        used = compiled.memory_analysis()
+        assert used is not None
+        peak = used.argument_size_in_bytes + used.output_size_in_bytes + used.temp_size_in_bytes
+        pool = engine.layout(*prompts.tokens.shape).pool_pages * engine.page_bytes()
+        live = int(trajectory.stats.peak_tokens) * per_token
+        table.append(
+            {
+                "part": "memory",
+                "pool_share": share,
+                "sequences": config.sequences,
+                "rows": config.rows,
+                "cache_mb": (pool + drafter) / 1e6,
+                "live_mb": live / 1e6,
+                "over_live": pool / live,
+                "peak_mb": peak / 1e6,
+                "over_parts": peak / (weights + pool + drafter),
+                "waited": int(trajectory.stats.stalled),
+                "seconds": seconds,
+                "same_tokens": bool(jnp.all(trajectory.tokens == first.tokens)),
+            }
+        )
+    return table
+
+
+def prefill(pair: Pair, config: Config) -> dict[str, Any]:
+    """A prompt for a group of samples beside a prompt for one."""
+    calls: dict[str, Callable[[], float]] = {}
+    prompts = prompts_of(pair, 1, config.group_prompt_tokens, config.run.seed)
+    for samples in (1, config.group):
+        engine = engine_of(pair, 64, draft_length=config.draft_length, samples=samples)
+        program, keys = jax.jit(lambda *a, e=engine: e.start(*a).rows.length), keys_of(prompts, samples)
+
+        def call(program: Any = program, keys: Any = keys) -> float:
+            start = time.perf_counter()
+            jax.block_until_ready(program(pair.params, pair.draft, prompts, keys))
+            return time.perf_counter() - start
+
+        calls[str(samples)] = call
+    seconds = in_turn(calls, config.repeats)
+    middle, low, high = ratio(seconds[str(config.group)], seconds["1"])
+    return {
+        "part": "prefill of a group",
+        "samples": config.group,
+        "prompt_tokens": config.group_prompt_tokens,
+        "seconds": float(np.median(seconds[str(config.group)])),
+        "over_one": middle,
+        "over_one_low": low,
+        "over_one_high": high,
+    }
+
+
+def compilation(pair: Pair, config: Config) -> list[dict[str, Any]]:
+    """Seconds to lower and compile a round, by its rows and drafts."""
+    jax.config.update("jax_enable_compilation_cache", False)
+    table = []
+    for rows, k in ((1, 0), (1, config.draft_length), (config.rows, 0), (config.rows, config.draft_length)):
+        engine = engine_of(pair, config.longest, draft_length=k)
+        batch = standing_batch(engine, rows, config.prompt_tokens)
+        start = time.perf_counter()
+        jax.jit(lambda p, d, b, e=engine: e.round(p, d, b)[0]).lower(pair.params, pair.draft, batch).compile()
+        seconds = time.perf_counter() - start
+        table.append({"part": "compilation", "rows": rows, "draft_length": k, "seconds": seconds})
+    return table
+
+
+def main(config: Config) -> None:
+    """Measure, write and print."""
+    check_output(config.run, SCRIPT, policy=config.model.policy, drafter=config.model.drafter)
+    out = open_output(config.run, config, SCRIPT)
+    pair = open_expanded(config.model, config.run.seed)
+    table = [*memory(pair, config), prefill(pair, config), *compilation(pair, config)]
+    source = provenance(config.run.seed) | parts_of(pair, config.model)
+    write_results(out, table, "Cache, prefill and compilation", source)
+    write_json(out / "summary.json", {"parameters": size(pair.params)} | source)
+    print(markdown_table(table), flush=True)
+
+
+if __name__ == "__main__":
+    run_main(main, Config, PRESETS)

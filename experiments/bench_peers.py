@@ -1,15 +1,16 @@
 """Our rollouts beside those of other engines, on the same Hugging Face folder and CPU.
 
 Every peer runs in an environment and a process of its own (`experiments/peers/`) and times its own call. All arms
-are called in turn with the same prompts; responses have one length, end tokens are ignored, temperature 1, and
-log-probabilities of the sampled tokens are computed where the engine can. `speedup` is the peer's seconds over
-ours, the median of paired ratios with its 95% interval: above 1 we are faster. `products_ms` is the bare time of
+are called in turn with the same prompts, temperature 1; responses have one length and end tokens are ignored, or, with
+`--task`, end as they end. Log-probabilities of the sampled tokens are computed where the engine can. `speedup` is the
+peer's seconds per response token over our first arm's, the median of paired ratios with its 95% interval: above 1 we
+are faster. `products_ms` is the bare time of
 the policy's matrix products of one step in that engine's library.
 """
 
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -31,18 +32,17 @@ from experiments.bench_models import (
     ratio,
     save_pair,
 )
+from experiments.bench_work import Work, WorkFlags, WorkOptions, make_work
 from experiments.common import Run, RunOptions, check_least, run_main
 from experiments.expand import Pair
 from experiments.outputs import check_output, markdown_table, open_output, provenance, write_results
 from experiments.peers.client import Peer, check_environments
-from specrl_jax.data.prompts import Prompts
 from specrl_jax.errors import InputError
 from specrl_jax.models.numerics import Numerics
 from specrl_jax.rollout.config import RolloutConfig
 from specrl_jax.rollout.engine import RolloutEngine
 from specrl_jax.rollout.noise import sequence_keys
 from specrl_jax.rollout.rules import Match, Ratio
-from specrl_jax.rollout.sampling import SamplingLaw
 from specrl_jax.training.metrics import write_json
 from specrl_jax.training.speculation import speculation_metrics
 
@@ -60,8 +60,7 @@ class Config:
     """Folder of the peers' virtual environments (experiments/peers/README.md); without one only we run."""
     peers: tuple[Name, ...] = ("transformers", "vllm", "tunix")
     rows: tuple[int, ...] = (1, 8)
-    prompt_tokens: int = 32
-    tokens: int = 128
+    work: WorkFlags = field(default_factory=WorkOptions)
     draft_lengths: tuple[int, ...] = (0,)
     """Our arms."""
     rule: Literal["match", "ratio"] = "match"
@@ -71,7 +70,9 @@ class Config:
     repeats: int = 15
 
     def __post_init__(self) -> None:
-        check_least("", self, prompt_tokens=2, tokens=1, repeats=3)
+        check_least("", self, repeats=3)
+        if self.work.task is not None and self.model.policy is None:
+            raise InputError(f"--task {self.work.task} needs the --policy that was trained for it; give both")
         if min(self.rows, default=0) < 1 or not self.draft_lengths:
             raise InputError("--rows and --draft-lengths must name at least one number, rows at least 1")
         if min(self.draft_lengths) < 0:
@@ -85,53 +86,68 @@ class Config:
 
 PRESETS: dict[str, Mapping[str, Any]] = {
     "default": {},
-    "smoke": {"rows": (2,), "prompt_tokens": 8, "tokens": 8, "draft_lengths": (0, 2), "repeats": 3},
+    "smoke": {"rows": (2,), "work": {"prompt_tokens": 8, "tokens": 8}, "draft_lengths": (0, 2), "repeats": 3},
 }
 
 
-@dataclass
 class Ours:
-    """An arm of our engine."""
+    """An arm of our engine; every call has other noise."""
 
-    call: Callable[[], Any]
-    last: Any = None
+    def __init__(self, pair: Pair, config: Config, work: Work, k: int, numerics: Numerics) -> None:
+        rule = Ratio() if config.rule == "ratio" and k else Match()
+        rollout = RolloutConfig(work.longest, 1, k, work.law, rule, ladder=(1.0,))
+        engine = RolloutEngine(pair.policy, rollout, numerics, drafter_of(pair) if k else None)
+        self._program, self._draft = jax.jit(engine.rollout), pair.draft if k else None
+        self._params, self._prompts, self._calls = pair.params, work.prompts, 0
+        self.last: Any = None
 
     def __call__(self) -> float:
-        """Seconds of one rollout."""
+        """Seconds per response token."""
         time.sleep(PAUSE_S)
+        ids = self._prompts.row_ids
+        keys = sequence_keys(self._calls, "evaluation", 0, ids, jnp.zeros(ids.shape, jnp.int32))
+        self._calls += 1
         start = time.perf_counter()
-        self.last = jax.block_until_ready(self.call())
-        return time.perf_counter() - start
+        self.last = jax.block_until_ready(self._program(self._params, self._draft, self._prompts, keys))
+        return (time.perf_counter() - start) / int(self.last.lengths.sum())
+
+    @property
+    def figures(self) -> dict[str, Any]:
+        """Acceptance of the newest rollout."""
+        length = speculation_metrics(jax.device_get(self.last.stats)).get("acceptance_length")
+        return {"acceptance_length": length, "log_probs": True}
 
 
-@dataclass
 class Theirs:
-    """An arm of a peer."""
+    """An arm of a peer; every call has another seed."""
 
-    peer: Peer
-    question: dict[str, Any]
-    last: dict[str, Any] | None = None
+    def __init__(self, peer: Peer, work: Work) -> None:
+        self.peer = peer
+        tokens, lengths = np.asarray(work.prompts.tokens), np.asarray(work.prompts.lengths)
+        self._question: dict[str, Any] = {
+            "prompts": [row[:length].tolist() for row, length in zip(tokens, lengths, strict=True)],
+            "max_new_tokens": work.longest,
+            "temperature": 1.0,
+            "ignore_eos": not work.end_ids,
+            "end_ids": work.end_ids,
+        }
+        self._forced, self._calls = not work.end_ids, 0
+        self.last: dict[str, Any] = {}
 
     def __call__(self) -> float:
-        """Seconds of one rollout, by the peer's clock."""
+        """Seconds per response token, by the peer's clock."""
         time.sleep(PAUSE_S)
-        self.last = self.peer.request("generate", **self.question)
-        assert all(len(tokens) >= self.question["max_new_tokens"] - 1 for tokens in self.last["tokens"])
-        return float(self.last["seconds"])
+        self.last = self.peer.request("generate", **self._question, seed=self._calls)
+        self._calls += 1
+        lengths = [len(tokens) for tokens in self.last["tokens"]]
+        assert not self._forced or min(lengths) >= self._question["max_new_tokens"] - 1
+        return float(self.last["seconds"]) / sum(lengths)
 
-
-def our_arm(pair: Pair, config: Config, tokens: np.ndarray, k: int, numerics: Numerics) -> Ours:
-    """A fixed draft length of our engine."""
-    law = SamplingLaw(end_ids=(1,), min_new_tokens=config.tokens)
-    rule = Ratio() if config.rule == "ratio" and k else Match()
-    rollout = RolloutConfig(config.tokens, 1, k, law, rule, ladder=(1.0,))
-    engine = RolloutEngine(pair.policy, rollout, numerics, drafter_of(pair) if k else None)
-    rows = len(tokens)
-    lengths = jnp.full((rows,), tokens.shape[1], jnp.int32)
-    prompts = Prompts(jnp.asarray(tokens), lengths, jnp.arange(rows, dtype=jnp.uint32))
-    keys = sequence_keys(config.run.seed, "evaluation", 0, prompts.row_ids, jnp.zeros((rows,), jnp.int32))
-    program, draft = jax.jit(engine.rollout), pair.draft if k else None
-    return Ours(lambda: program(pair.params, draft, prompts, keys))
+    @property
+    def figures(self) -> dict[str, Any]:
+        """Acceptance of the newest rollout, and whether it had log-probs."""
+        computed = bool(self.last.get("log_probs_computed"))
+        return {"acceptance_length": self.last.get("acceptance_length"), "log_probs": computed}
 
 
 def open_peer(name: Name, config: Config, folder: Path, stack: ExitStack) -> Peer:
@@ -142,7 +158,7 @@ def open_peer(name: Name, config: Config, folder: Path, stack: ExitStack) -> Pee
     fields: dict[str, Any] = {"policy": str(folder / "policy")}
     if program == "vllm":
         fields |= {"mode": mode or "plain", "k": 3, "max_rows": max(config.rows)}
-        fields |= {"max_model_len": config.prompt_tokens + config.tokens + 16}
+        fields |= {"max_model_len": config.work.prompt_tokens + config.work.tokens + 16}
         fields |= {"drafter": str(folder / "drafter")} if mode == "eagle3" else {}
     peer.request("load", **fields)
     return peer
@@ -171,45 +187,30 @@ def our_products(pair: Pair, rows: int) -> float:
 
 def measure(pair: Pair, config: Config, rows: int, peers: Mapping[str, Peer]) -> list[dict[str, Any]]:
     """A row of the table per arm."""
-    rng = np.random.default_rng(config.run.seed)
-    tokens = rng.integers(2, min(pair.policy.vocab_size, 16_000), (rows, config.prompt_tokens)).astype(np.int32)
-    arms: dict[str, Any] = {
-        f"ours, {k} drafts": our_arm(pair, config, tokens, k, Numerics()) for k in config.draft_lengths
-    }
+    source = (config.model.policy, rows, pair.policy.vocab_size)
+    work = make_work(config.work, *source, "equal", config.run.seed)
+    arms: dict[str, Any] = {f"ours, {k} drafts": Ours(pair, config, work, k, Numerics()) for k in config.draft_lengths}
     if config.invariant:
-        arms["ours, invariant"] = our_arm(pair, config, tokens, config.draft_lengths[0], Numerics("invariant", 8, 8))
-    question = {
-        "prompts": tokens.tolist(),
-        "max_new_tokens": config.tokens,
-        "temperature": 1.0,
-        "seed": config.run.seed,
-    }
-    arms |= {name: Theirs(peer, question) for name, peer in peers.items()}
+        arms["ours, invariant"] = Ours(pair, config, work, config.draft_lengths[0], Numerics("invariant", 8, 8))
+    arms |= {name: Theirs(peer, work) for name, peer in peers.items()}
     seconds = in_turn(arms, config.repeats)
     first = next(iter(arms))
     table = []
     for name, arm in arms.items():
-        middle, low, high = ratio(seconds[name], seconds[first])
-        row: dict[str, Any] = {
+        row = {
             "arm": name,
+            "workload": config.work.task or "random",
             "rows": rows,
-            "prompt_tokens": config.prompt_tokens,
-            "new_tokens": config.tokens,
-            "seconds": float(np.median(seconds[name])),
-            "tokens_per_second": rows * config.tokens / float(np.median(seconds[name])),
-            "speedup": middle,
-            "speedup_low": low,
-            "speedup_high": high,
+            "prompt_tokens": int(work.prompts.tokens.shape[1]),
+            "new_tokens": "natural" if config.work.task else config.work.tokens,
+            "tokens_per_second": 1.0 / float(np.median(seconds[name])),
         }
+        middle = ratio(seconds[name], seconds[first])
+        row |= dict(zip(("speedup", "speedup_low", "speedup_high"), middle, strict=True)) | arm.figures
         if isinstance(arm, Theirs):
-            assert arm.last is not None
-            row["acceptance_length"] = arm.last.get("acceptance_length")
-            row["log_probs"] = bool(arm.last.get("log_probs_computed"))
             products = arm.peer.request("matmul", shapes=chain_shapes(pair, rows), repeats=10)
             row["products_ms"] = 1e3 * products["seconds"] if "seconds" in products else None
         else:
-            row["acceptance_length"] = speculation_metrics(jax.device_get(arm.last.stats)).get("acceptance_length")
-            row["log_probs"] = True
             row["products_ms"] = our_products(pair, rows)
         table.append(row)
     return table

@@ -13,13 +13,12 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import tyro
-from jaxtyping import Int
 
 from experiments.bare_products import allowed_speedup, measure_floors
 from experiments.bench_models import (
@@ -31,19 +30,16 @@ from experiments.bench_models import (
     parts_of,
     ratio,
 )
+from experiments.bench_work import Lengths, Work, WorkFlags, WorkOptions, make_work
 from experiments.common import Run, RunOptions, check_least, progress, run_main
 from experiments.expand import Pair
-from experiments.inference import ProblemOptions, open_problems
 from experiments.outputs import check_output, markdown_table, open_output, provenance, write_results
-from specrl_jax.data.prompts import Prompts
-from specrl_jax.data.tokenizers import load_tokenizer
 from specrl_jax.errors import InputError
 from specrl_jax.models.numerics import Numerics
 from specrl_jax.rollout.config import RolloutConfig
 from specrl_jax.rollout.engine import RolloutEngine
 from specrl_jax.rollout.noise import sequence_keys
 from specrl_jax.rollout.rules import Match, Rule
-from specrl_jax.rollout.sampling import SamplingLaw
 from specrl_jax.rollout.trajectory import Trajectory
 from specrl_jax.training.costs import costs_at
 from specrl_jax.training.metrics import write_json
@@ -51,7 +47,6 @@ from specrl_jax.training.speculation import response_metrics
 from specrl_jax.training.speed_plots import draw_speedups
 
 SCRIPT = "bench_rollout"
-Lengths = Literal["long-tailed", "equal"]
 
 
 @dataclass(frozen=True)
@@ -62,20 +57,11 @@ class Config:
     model: Annotated[ShapeOptions, tyro.conf.arg(name="")] = field(default_factory=ShapeOptions)
     survival: tuple[float, ...] = (0.766, 0.877)
     """Synthetic acceptance: probability of each further draft; 0 for the real acceptance of the pair."""
-    task: Literal["arithmetic", "jsonl"] | None = None
-    """Real prompts of the policy's task, and real acceptance."""
-    data: str | None = None
-    """Examples of a jsonl task: a file, or a dataset on the Hugging Face hub."""
-    branchy: float = 0.0
-    """Share of the prompts of a task whose tokens are replaced by random ones, so that drafts fail more often."""
+    work: WorkFlags = field(default_factory=WorkOptions)
     rows: tuple[int, ...] = (1, 16)
     sequences: int = 0
     """Responses per rollout; by default as many as rows."""
     lengths: Lengths = "long-tailed"
-    tokens: int = 128
-    """Tokens of every response of equal length; at most, under a task."""
-    prompt_tokens: int = 32
-    """Of every prompt; at most, under a task."""
     draft_lengths: tuple[int, ...] = (3,)
     """Fixed draft lengths to compare with."""
     longest: int = 7
@@ -89,13 +75,12 @@ class Config:
     repeats: int = 15
 
     def __post_init__(self) -> None:
-        check_least("", self, repeats=3, sequences=0, tokens=1, prompt_tokens=2, longest=1)
+        check_least("", self, repeats=3, sequences=0, longest=1)
         if not all(0.0 <= s < 1.0 for s in self.survival):
             raise InputError(f"--survival is {self.survival}; choose probabilities from 0 (real acceptance) to below 1")
-        if self.task is not None and (self.model.policy is None or self.survival != (0.0,)):
-            raise InputError(f"--task {self.task} is for the real acceptance of --policy and --survival 0; give both")
-        if not 0.0 <= self.branchy <= 1.0 or (self.branchy and self.task is None):
-            raise InputError(f"--branchy is {self.branchy}; choose a share from 0 to 1, with --task")
+        task = self.work.task
+        if task is not None and (self.model.policy is None or self.survival != (0.0,)):
+            raise InputError(f"--task {task} is for the real acceptance of --policy and --survival 0; give both")
         if min(self.rows, default=0) < 1:
             raise InputError("--rows must name at least one number, all of them at least 1")
 
@@ -112,63 +97,12 @@ PRESETS: dict[str, Mapping[str, Any]] = {
         "rows": (2,),
         "survival": (0.877,),
         "lengths": "equal",
-        "tokens": 8,
+        "work": {"tokens": 8},
         "draft_lengths": (2,),
         "longest": 3,
         "repeats": 3,
     },
 }
-
-
-@dataclass(frozen=True)
-class Work:
-    """What is rolled out: prompts, the most tokens of every response, and what ends one before that."""
-
-    prompts: Prompts
-    limits: Int[np.ndarray, "b"]
-    end_ids: tuple[int, ...] = ()
-
-    @property
-    def longest(self) -> int:
-        """Tokens of the longest response."""
-        return int(self.limits.max())
-
-    @property
-    def law(self) -> SamplingLaw:
-        """Temperature 1; without end tokens of its own the limits decide."""
-        if self.end_ids:
-            return SamplingLaw(end_ids=self.end_ids)
-        return SamplingLaw(end_ids=(1,), min_new_tokens=self.longest)
-
-
-def make_work(config: Config, rows: int, vocab_size: int) -> Work:
-    """Random prompts and response lengths as configured, or prompts of a task; all fixed by the seed."""
-    rng = np.random.default_rng(config.run.seed)
-    count = config.sequences or rows
-    if config.task is not None:
-        return _task_work(config, count, rng)
-    limits = np.full(count, config.tokens)
-    if config.lengths == "long-tailed":
-        limits = np.clip(np.round(np.exp(rng.normal(np.log(64.0), 0.8, count))), 1, 512)
-    tokens = rng.integers(2, vocab_size, (count, config.prompt_tokens))
-    lengths = jnp.full((count,), config.prompt_tokens, jnp.int32)
-    prompts = Prompts(jnp.asarray(tokens, jnp.int32), lengths, jnp.arange(count, dtype=jnp.uint32))
-    return Work(prompts, limits.astype(np.int32))
-
-
-def _task_work(config: Config, count: int, rng: np.random.Generator) -> Work:
-    """Held-out prompts of a task, the branchy ones evenly between the others."""
-    assert config.model.policy is not None
-    tokenizer = load_tokenizer(config.model.policy)
-    options = ProblemOptions(config.task, config.data, problems=count, max_prompt_tokens=config.prompt_tokens)
-    problems = open_problems(options, tokenizer)
-    prompts, _ = problems.held_out("test", count)
-    tokens = np.array(prompts.tokens)
-    if config.branchy:
-        branchy = np.diff(np.floor(config.branchy * np.arange(len(tokens) + 1))) > 0
-        tokens[branchy] = rng.integers(2, len(tokenizer), (int(branchy.sum()), tokens.shape[1]))
-    prompts = replace(prompts, tokens=jnp.asarray(tokens))
-    return Work(prompts, np.full(len(tokens), config.tokens, np.int32), problems.end_ids)
 
 
 @dataclass
@@ -243,7 +177,8 @@ def noise(work: Work) -> Any:
 
 def measure(pair: Pair, config: Config, rows: int, survival: float) -> list[dict[str, Any]]:
     """A row of the table per arm."""
-    work = make_work(config, rows, min(pair.policy.vocab_size, 16_000))
+    source = (config.model.policy, config.sequences or rows, pair.policy.vocab_size, config.lengths, config.run.seed)
+    work = make_work(config.work, *source)
     rows = min(rows, len(work.limits))
     rule = SyntheticMatch(survival=survival) if survival else Match()
     chosen = rollout_of(config, pair, work, rows, config.longest, rule, adaptive=True)
@@ -266,11 +201,11 @@ def measure(pair: Pair, config: Config, rows: int, survival: float) -> list[dict
         survivals = fixed[str(max(config.draft_lengths))].figures["survival_per_position"]
     allowed = allowed_speedup(measure_floors(pair, rows, len(survivals)), lengths, rows, survivals)
     shared: dict[str, Any] = {
-        "workload": config.task or ("synthetic" if survival else "random"),
-        "branchy": config.branchy or None,
+        "workload": config.work.task or ("synthetic" if survival else "random"),
+        "branchy": config.work.branchy or None,
         "rows": rows,
         "sequences": len(lengths),
-        "lengths": "natural" if config.task else config.lengths,
+        "lengths": "natural" if config.work.task else config.lengths,
         "longest_response": int(lengths.max()),
         "prompt_tokens": int(work.prompts.tokens.shape[1]),
         "ladder": config.ladder,

@@ -112,38 +112,63 @@ def round_cost_table() -> str:
     return markdown_table(rows)
 
 
+def _with_interval(row: dict[str, Any], name: str = "speedup") -> str:
+    return f"{row[name]:.2f} ({row[f'{name}_low']:.2f} to {row[f'{name}_high']:.2f})"
+
+
 def rollout_table() -> str:
     """Rollouts with drafts over rollouts without, from results/speed/rollout_*.json."""
     rows = []
     for path in sorted(SPEED.glob("rollout_*.json")):
         for row in _read(path)["rows"]:
-            synthetic = row["synthetic_survival"]
+            synthetic, share = row["synthetic_survival"], row.get("share_of_floor")
             rows.append(
                 {
+                    "workload": f"synthetic, {synthetic:g}" if synthetic else row["workload"],
                     "rows": row["rows"],
                     "lengths": row["lengths"],
-                    "acceptance": f"synthetic, {synthetic:g}" if synthetic else "real",
                     "drafts": row["draft_length"],
                     "acceptance length": row["acceptance_length"],
                     "tokens / s": f"{row['tokens_per_second']:.0f}",
-                    "speed-up": f"{row['speedup']:.2f} ({row['speedup_low']:.2f} to {row['speedup_high']:.2f})",
+                    "speed-up": _with_interval(row),
+                    "over best fixed": None if share is None else _with_interval(row, "over_best_fixed"),
+                    "of what floors allow": None if share is None else f"{share:.2f} of {row['allowed']:.2f}",
                 }
             )
     return markdown_table(rows)
 
 
 def peers_table() -> str:
-    """Our rollouts beside other engines', from results/speed/peers.json."""
+    """Our rollouts beside other engines', from results/speed/peers_*.json."""
     rows = []
-    for row in _read(SPEED / "peers.json")["rows"]:
-        interval = f"{row['speedup']:.2f} ({row['speedup_low']:.2f} to {row['speedup_high']:.2f})"
+    for path in sorted(SPEED.glob("peers_*.json")):
+        for row in _read(path)["rows"]:
+            rows.append(
+                {
+                    "policy": row["shape"],
+                    "rows": row["rows"],
+                    "engine": row["arm"],
+                    "tokens / s": f"{row['tokens_per_second']:.0f}",
+                    "its time / ours": _with_interval(row),
+                    "acceptance length": row["acceptance_length"],
+                    "bare products (ms)": None if row["products_ms"] is None else f"{row['products_ms']:.2f}",
+                }
+            )
+    return markdown_table(rows)
+
+
+def step_table() -> str:
+    """GRPO steps beside other trainers', from results/speed/step.json."""
+    rows = []
+    for row in _read(SPEED / "step.json")["rows"]:
         rows.append(
             {
-                "rows": row["rows"],
-                "engine": row["arm"],
-                "tokens / s": f"{row['tokens_per_second']:.0f}",
-                "its time / ours": interval,
-                "bare products (ms)": None if row["products_ms"] is None else f"{row['products_ms']:.2f}",
+                "trainer": row["arm"],
+                "log-prob pass": row["log_prob_pass"],
+                "seconds": f"{row['seconds']:.2f}",
+                "speed-up": _with_interval(row),
+                "Amdahl": None if row.get("amdahl") is None else f"{row['amdahl']:.2f}",
+                "share of the rollout": f"{row['rollout_share']:.2f}",
             }
         )
     return markdown_table(rows)
@@ -157,6 +182,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "round_cost": round_cost_table,
     "rollout": rollout_table,
     "peers": peers_table,
+    "step": step_table,
 }
 
 

@@ -34,6 +34,7 @@ pytestmark = pytest.mark.ci
         ("bench_rollout", "--task arithmetic is for the real acceptance of --policy", ("--task", "arithmetic")),
         ("bench_rollout", "--branchy is 0.5; choose a share from 0 to 1, with --task", ("--branchy", 0.5)),
         ("bench_peers", "--draft-lengths is (-1,); numbers must be at least 0", ("--draft-lengths", -1)),
+        ("bench_peers", "--task arithmetic needs the --policy", ("--task", "arithmetic")),
         ("bench_peers", "has no folder transformers; make it as", ("--environments", "nowhere")),
         ("bench_step", "has no folder tunix; make it as", ("--environments", "nowhere")),
         ("bench_step", "--draft-lengths is (0,); numbers must be at least 1", ("--draft-lengths", 0)),

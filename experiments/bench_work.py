@@ -1,0 +1,105 @@
+"""What the benchmarks roll out: random prompts with forced lengths, or a policy's own task."""
+
+from dataclasses import dataclass, replace
+from typing import Annotated, Literal
+
+import jax.numpy as jnp
+import numpy as np
+import tyro
+from jaxtyping import Int
+
+from experiments.common import check_least
+from experiments.inference import ProblemOptions, open_problems
+from specrl_jax.data.prompts import Prompts
+from specrl_jax.data.tokenizers import load_tokenizer
+from specrl_jax.errors import InputError
+from specrl_jax.rollout.sampling import SamplingLaw
+
+Lengths = Literal["long-tailed", "equal"]
+
+
+@dataclass(frozen=True)
+class WorkOptions:
+    """Prompts and lengths of responses."""
+
+    task: Literal["arithmetic", "jsonl"] | None = None
+    """Real prompts of the policy's task, responses that end as they end, real acceptance."""
+    data: str | None = None
+    """Examples of a jsonl task: a file, or a dataset on the Hugging Face hub."""
+    branchy: float = 0.0
+    """Share of the prompts of a task whose tokens are replaced by random ones, so that drafts fail more often."""
+    tokens: int = 128
+    """Tokens of every response of equal length; at most, under a task."""
+    prompt_tokens: int = 32
+    """Of every prompt; at most, under a task."""
+
+    def __post_init__(self) -> None:
+        check_least("", self, tokens=1, prompt_tokens=2)
+        if not 0.0 <= self.branchy <= 1.0 or (self.branchy and self.task is None):
+            raise InputError(f"--branchy is {self.branchy}; choose a share from 0 to 1, with --task")
+        if (self.task == "jsonl") != (self.data is not None):
+            raise InputError("--data belongs to --task jsonl; give both")
+
+
+WorkFlags = Annotated[WorkOptions, tyro.conf.arg(name="")]
+
+
+@dataclass(frozen=True)
+class Work:
+    """Prompts, the most tokens of every response, and what ends one before that."""
+
+    prompts: Prompts
+    limits: Int[np.ndarray, "b"]
+    end_ids: tuple[int, ...] = ()
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest response."""
+        return int(self.limits.max())
+
+    @property
+    def law(self) -> SamplingLaw:
+        """Temperature 1; without end tokens of its own the limits decide."""
+        if self.end_ids:
+            return SamplingLaw(end_ids=self.end_ids)
+        return SamplingLaw(end_ids=(1,), min_new_tokens=self.longest)
+
+
+def make_work(
+    options: WorkOptions, policy: str | None, count: int, vocab_size: int, lengths: Lengths, seed: int
+) -> Work:
+    """`count` sequences; all that is random is fixed by the seed.
+
+    Args:
+        policy: folder with the tokenizer of a task. vocab_size: of random prompts. lengths: where there is no task.
+
+    Raises:
+        InputError: the task has too few problems.
+    """
+    rng = np.random.default_rng(seed)
+    if options.task is not None:
+        assert policy is not None
+        return _task_work(options, policy, count, rng)
+    limits = np.full(count, options.tokens)
+    if lengths == "long-tailed":
+        limits = np.clip(np.round(np.exp(rng.normal(np.log(64.0), 0.8, count))), 1, 512)
+    tokens = rng.integers(2, min(vocab_size, 16_000), (count, options.prompt_tokens))
+    widths = jnp.full((count,), options.prompt_tokens, jnp.int32)
+    prompts = Prompts(jnp.asarray(tokens, jnp.int32), widths, jnp.arange(count, dtype=jnp.uint32))
+    return Work(prompts, limits.astype(np.int32))
+
+
+def _task_work(options: WorkOptions, policy: str, count: int, rng: np.random.Generator) -> Work:
+    """Held-out prompts of a task, the branchy ones evenly between the others."""
+    tokenizer = load_tokenizer(policy)
+    problem = ProblemOptions(options.task, options.data, problems=count, max_prompt_tokens=options.prompt_tokens)
+    problems = open_problems(problem, tokenizer)
+    prompts, _ = problems.held_out("test", count)
+    tokens = np.array(prompts.tokens)
+    if len(tokens) < count:
+        raise InputError(f"{options.data} has {len(tokens)} prompts of {count}; give more, or raise --prompt-tokens")
+    if options.branchy:
+        branchy = np.diff(np.floor(options.branchy * np.arange(count + 1))) > 0
+        tokens[branchy] = rng.integers(2, len(tokenizer), (int(branchy.sum()), tokens.shape[1]))
+    prompts = replace(prompts, tokens=jnp.asarray(tokens))
+    return Work(prompts, np.full(count, options.tokens, np.int32), problems.end_ids)

@@ -1,10 +1,10 @@
 """What the cache takes, what a group's prompt costs, and how long rounds take to compile.
 
-Memory: long-tailed responses, exp(N(ln 64, 0.8)) clipped at 512, go through a few rows, with a page pool for all rows
-at full length and with smaller ones (`--pools`, as shares of it), where sequences wait. `over_live` is the allocated
-bytes over those of the tokens alive at the peak, a shared prompt counted once; `over_parts` is the
-program's peak, by the compiler, over weights and cache. Prefill: prompts with `--group` samples each beside the same
-prompts with one. Compilation: lowering and compiling one round of every kind, without the persistent cache.
+Memory: long-tailed responses, exp(N(ln 64, 0.8)) clipped at `--longest`, go through a few rows, with a page pool for all
+rows at full length and with smaller ones (`--pools`, as shares of it), where sequences wait. `over_live` is the pool over
+the tokens alive at the peak, a shared prompt counted once; `over_parts` is the program's peak, by the compiler, over
+weights, pool and drafter state. Prefill: a prompt with `--group` samples beside one with a single sample.
+Compilation: lowering and compiling one round of every kind, without the persistent cache.
 """
 
 import time
@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import tyro
+from jax.experimental.compilation_cache import compilation_cache
 
 from experiments.bench_models import ShapeOptions, drafter_of, in_turn, open_expanded, parts_of, ratio
 from experiments.common import Run, RunOptions, check_least, run_main
@@ -106,9 +107,7 @@ def memory(pair: Pair, config: Config) -> list[dict[str, Any]]:
         budget = int(layout.pool_pages * share) * whole.page_bytes() + drafter
         engine = replace(whole, config=replace(whole.config, cache_bytes=budget))
         compiled = jax.jit(engine.rollout).lower(pair.params, pair.draft, prompts, keys, limits).compile()
-        start = time.perf_counter()
         trajectory = jax.block_until_ready(compiled(pair.params, pair.draft, prompts, keys, limits))
-        seconds = time.perf_counter() - start
         first = first or trajectory
         used = compiled.memory_analysis()
         assert used is not None
@@ -121,13 +120,13 @@ def memory(pair: Pair, config: Config) -> list[dict[str, Any]]:
                 "pool_share": share,
                 "sequences": config.sequences,
                 "rows": config.rows,
-                "cache_mb": (pool + drafter) / 1e6,
+                "pool_mb": pool / 1e6,
+                "drafter_mb": drafter / 1e6,
                 "live_mb": live / 1e6,
                 "over_live": pool / live,
                 "peak_mb": peak / 1e6,
                 "over_parts": peak / (weights + pool + drafter),
-                "waited": int(trajectory.stats.stalled),
-                "seconds": seconds,
+                "rounds_sat_out": int(trajectory.stats.stalled),
                 "same_tokens": bool(jnp.all(trajectory.tokens == first.tokens)),
             }
         )
@@ -140,7 +139,7 @@ def prefill(pair: Pair, config: Config) -> dict[str, Any]:
     prompts = prompts_of(pair, 1, config.group_prompt_tokens, config.run.seed)
     for samples in (1, config.group):
         engine = engine_of(pair, 64, draft_length=config.draft_length, samples=samples)
-        program, keys = jax.jit(lambda *a, e=engine: e.start(*a).rows.length), keys_of(prompts, samples)
+        program, keys = jax.jit(engine.start), keys_of(prompts, samples)
 
         def call(program: Any = program, keys: Any = keys) -> float:
             start = time.perf_counter()
@@ -163,7 +162,9 @@ def prefill(pair: Pair, config: Config) -> dict[str, Any]:
 
 def compilation(pair: Pair, config: Config) -> list[dict[str, Any]]:
     """Seconds to lower and compile a round, by its rows and drafts."""
+    kept = jax.config.jax_enable_compilation_cache
     jax.config.update("jax_enable_compilation_cache", False)
+    compilation_cache.reset_cache()  # it remembers whether it was used
     table = []
     for rows, k in ((1, 0), (1, config.draft_length), (config.rows, 0), (config.rows, config.draft_length)):
         engine = engine_of(pair, config.longest, draft_length=k)
@@ -172,6 +173,8 @@ def compilation(pair: Pair, config: Config) -> list[dict[str, Any]]:
         jax.jit(lambda p, d, b, e=engine: e.round(p, d, b)[0]).lower(pair.params, pair.draft, batch).compile()
         seconds = time.perf_counter() - start
         table.append({"part": "compilation", "rows": rows, "draft_length": k, "seconds": seconds})
+    jax.config.update("jax_enable_compilation_cache", kept)
+    compilation_cache.reset_cache()
     return table
 
 
@@ -180,7 +183,7 @@ def main(config: Config) -> None:
     check_output(config.run, SCRIPT, policy=config.model.policy, drafter=config.model.drafter)
     out = open_output(config.run, config, SCRIPT)
     pair = open_expanded(config.model, config.run.seed)
-    table = [*memory(pair, config), prefill(pair, config), *compilation(pair, config)]
+    table = [*compilation(pair, config), *memory(pair, config), prefill(pair, config)]
     source = provenance(config.run.seed) | parts_of(pair, config.model)
     write_results(out, table, "Cache, prefill and compilation", source)
     write_json(out / "summary.json", {"parameters": size(pair.params)} | source)

@@ -73,6 +73,8 @@ class Config:
         check_least("", self, repeats=3)
         if self.work.task is not None and self.model.policy is None:
             raise InputError(f"--task {self.work.task} needs the --policy that was trained for it; give both")
+        if self.work.task is not None and self.environments is not None and "tunix" in self.peers:
+            raise InputError("--peers names tunix, which does not count end tokens; leave it out under --task")
         if min(self.rows, default=0) < 1 or not self.draft_lengths:
             raise InputError("--rows and --draft-lengths must name at least one number, rows at least 1")
         if min(self.draft_lengths) < 0:
@@ -150,7 +152,7 @@ class Theirs:
         return {"acceptance_length": self.last.get("acceptance_length"), "log_probs": computed}
 
 
-def open_peer(name: Name, config: Config, folder: Path, stack: ExitStack) -> Peer:
+def open_peer(name: Name, config: Config, max_model_len: int, folder: Path, stack: ExitStack) -> Peer:
     """A peer that has loaded the folder."""
     assert config.environments is not None
     program, _, mode = name.partition("-")
@@ -158,7 +160,7 @@ def open_peer(name: Name, config: Config, folder: Path, stack: ExitStack) -> Pee
     fields: dict[str, Any] = {"policy": str(folder / "policy")}
     if program == "vllm":
         fields |= {"mode": mode or "plain", "k": 3, "max_rows": max(config.rows)}
-        fields |= {"max_model_len": config.work.prompt_tokens + config.work.tokens + 16}
+        fields |= {"max_model_len": max_model_len}
         fields |= {"drafter": str(folder / "drafter")} if mode == "eagle3" else {}
     peer.request("load", **fields)
     return peer
@@ -175,7 +177,7 @@ def chain_shapes(pair: Pair, rows: int) -> list[tuple[int, ...]]:
 
 def our_products(pair: Pair, rows: int) -> float:
     """Milliseconds of the bare products here."""
-    x = jnp.ones((rows, pair.policy.hidden_size))
+    x = jnp.ones((rows, pair.policy.hidden_size), jnp.dtype(pair.policy.dtype))
     program = jax.jit(bare_policy)
     times = []
     for _ in range(20):
@@ -185,10 +187,9 @@ def our_products(pair: Pair, rows: int) -> float:
     return 1e3 * float(np.median(times[5:]))
 
 
-def measure(pair: Pair, config: Config, rows: int, peers: Mapping[str, Peer]) -> list[dict[str, Any]]:
+def measure(pair: Pair, config: Config, work: Work, peers: Mapping[str, Peer]) -> list[dict[str, Any]]:
     """A row of the table per arm."""
-    source = (config.model.policy, rows, pair.policy.vocab_size)
-    work = make_work(config.work, *source, "equal", config.run.seed)
+    rows = len(work.limits)
     arms: dict[str, Any] = {f"ours, {k} drafts": Ours(pair, config, work, k, Numerics()) for k in config.draft_lengths}
     if config.invariant:
         arms["ours, invariant"] = Ours(pair, config, work, config.draft_lengths[0], Numerics("invariant", 8, 8))
@@ -200,6 +201,7 @@ def measure(pair: Pair, config: Config, rows: int, peers: Mapping[str, Peer]) ->
         row = {
             "arm": name,
             "workload": config.work.task or "random",
+            "branchy": config.work.branchy or None,
             "rows": rows,
             "prompt_tokens": int(work.prompts.tokens.shape[1]),
             "new_tokens": "natural" if config.work.task else config.work.tokens,
@@ -220,14 +222,17 @@ def main(config: Config) -> None:
     """Save the expanded pair, start the peers, measure, write and print."""
     check_output(config.run, SCRIPT, policy=config.model.policy, drafter=config.model.drafter)
     names = config.peers if config.environments is not None else ()
-    check_environments(config.environments, [name.partition("-")[0] for name in names])
+    check_environments(config.environments, [name.partition("-")[0] for name in names], config.model.dtype)
+    policy, vocab_size, seed = config.model.policy, config.model.target.vocab_size, config.run.seed
+    works = {rows: make_work(config.work, rows, policy, vocab_size, "equal", seed) for rows in config.rows}
     out = open_output(config.run, config, SCRIPT)
     pair = open_expanded(config.model, config.run.seed)
     with tempfile.TemporaryDirectory() as scratch, ExitStack() as stack:
         folder = Path(scratch)
         save_pair(pair, config.model, folder)
-        peers: dict[str, Peer] = {name: open_peer(name, config, folder, stack) for name in names}
-        table = [row for rows in config.rows for row in measure(pair, config, rows, peers)]
+        longest = 16 + max(work.prompts.tokens.shape[1] + work.longest for work in works.values())
+        peers: dict[str, Peer] = {name: open_peer(name, config, longest, folder, stack) for name in names}
+        table = [row for work in works.values() for row in measure(pair, config, work, peers)]
     source = provenance(config.run.seed) | parts_of(pair, config.model)
     write_results(out, table, "Rollouts of several engines", source)
     write_json(out / "summary.json", {"arms": len(table)} | source)

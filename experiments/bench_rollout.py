@@ -6,7 +6,8 @@ to real prompts, which end as they end; else prompts are random and lengths forc
 exp(N(ln 64, 0.8)), fixed by the seed and clipped at 512. `speedup` is the median of paired ratios to draft length 0,
 with its 95% interval, `over_best_fixed` that of the controller to the fastest fixed draft length (0 included).
 `allowed` is what the floors (`bare_products.py`, measured here too) allow at the acceptance and lengths of this
-run, with the best draft length for every number of live rows; `share_of_floor` is the controller's speed-up over that.
+run, with the best draft length for every number of live rows, the same for all of them; with real acceptance, up to
+the longest of `--draft-lengths`. `share_of_floor` is the controller's speed-up over that.
 """
 
 import time
@@ -20,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 import tyro
 
-from experiments.bare_products import allowed_speedup, measure_floors
+from experiments.bare_products import Floors, allowed_speedup, measure_floors
 from experiments.bench_models import (
     ShapeOptions,
     SyntheticMatch,
@@ -81,6 +82,10 @@ class Config:
         task = self.work.task
         if task is not None and (self.model.policy is None or self.survival != (0.0,)):
             raise InputError(f"--task {task} is for the real acceptance of --policy and --survival 0; give both")
+        if min(self.draft_lengths, default=0) < 1 or not self.survival:
+            raise InputError("--draft-lengths must name numbers of at least 1 and --survival at least one probability")
+        if self.costs is not None and not Path(self.costs).absolute().parent.is_dir():
+            raise InputError(f"--costs {self.costs} is in no folder that exists; make it first")
         if min(self.rows, default=0) < 1:
             raise InputError("--rows must name at least one number, all of them at least 1")
 
@@ -175,10 +180,8 @@ def noise(work: Work) -> Any:
     return sequence_keys(0, "evaluation", 0, work.prompts.row_ids, jnp.zeros((len(work.limits),), jnp.int32))
 
 
-def measure(pair: Pair, config: Config, rows: int, survival: float) -> list[dict[str, Any]]:
+def measure(pair: Pair, config: Config, rows: int, work: Work, survival: float, floors: Floors) -> list[dict[str, Any]]:
     """A row of the table per arm."""
-    source = (config.model.policy, config.sequences or rows, pair.policy.vocab_size, config.lengths, config.run.seed)
-    work = make_work(config.work, *source)
     rows = min(rows, len(work.limits))
     rule = SyntheticMatch(survival=survival) if survival else Match()
     chosen = rollout_of(config, pair, work, rows, config.longest, rule, adaptive=True)
@@ -198,8 +201,8 @@ def measure(pair: Pair, config: Config, rows: int, survival: float) -> list[dict
     best = min(fixed, key=lambda name: float(np.median(seconds[name])))
     survivals = [survival**depth for depth in range(1, config.longest + 1)]
     if not survival:
-        survivals = fixed[str(max(config.draft_lengths))].figures["survival_per_position"]
-    allowed = allowed_speedup(measure_floors(pair, rows, len(survivals)), lengths, rows, survivals)
+        survivals = fixed[str(max(config.draft_lengths))].figures.get("survival_per_position", [])
+    allowed = allowed_speedup(floors, lengths, rows, survivals)
     shared: dict[str, Any] = {
         "workload": config.work.task or ("synthetic" if survival else "random"),
         "branchy": config.work.branchy or None,
@@ -221,6 +224,8 @@ def measure(pair: Pair, config: Config, rows: int, survival: float) -> list[dict
         }
         row |= dict(zip(("speedup", "speedup_low", "speedup_high"), ratio(seconds["0"], seconds[name]), strict=True))
         row |= {key: arm.figures.get(key) for key in ("acceptance_length", "entropy", "bodies")}
+        if name.endswith("random head"):
+            row |= {"workload": config.work.task or "random", "synthetic_survival": None}
         if name == "adaptive":
             over = ratio(seconds[best], seconds[name])
             row |= {"best_fixed": best, "over_best_fixed": over[0], "over_best_fixed_low": over[1]}
@@ -231,19 +236,22 @@ def measure(pair: Pair, config: Config, rows: int, survival: float) -> list[dict
 
 def main(config: Config) -> None:
     """Measure, write and print."""
-    check_output(config.run, SCRIPT, policy=config.model.policy, drafter=config.model.drafter)
+    check_output(config.run, SCRIPT, policy=config.model.policy, drafter=config.model.drafter, data=config.work.data)
+    source = (config.model.policy, config.model.target.vocab_size, config.lengths, config.run.seed)
+    works = {rows: make_work(config.work, config.sequences or rows, *source) for rows in config.rows}
     out = open_output(config.run, config, SCRIPT)
     pair = open_expanded(config.model, config.run.seed)
+    floors = {rows: measure_floors(pair, rows, config.longest) for rows in config.rows}
     cases = [(rows, survival) for survival in config.survival for rows in config.rows]
     table: list[dict[str, Any]] = []
     with progress("cases", len(cases)) as advance:
         for rows, survival in cases:
-            table += measure(pair, config, rows, survival)
+            table += measure(pair, config, rows, works[rows], survival, floors[rows])
             advance(1, f"{rows} rows: {table[-1]['speedup']:.2f}x")
-    source = provenance(config.run.seed) | parts_of(pair, config.model)
-    write_results(out, table, "Rollout with and without drafts", source)
+    origin = provenance(config.run.seed) | parts_of(pair, config.model)
+    write_results(out, table, "Rollout with and without drafts", origin)
     draw_speedups(table).savefig(out / "speedups.png", dpi=120)
-    write_json(out / "summary.json", {"best_speedup": max(row["speedup"] for row in table)} | source)
+    write_json(out / "summary.json", {"best_speedup": max(row["speedup"] for row in table)} | origin)
     print(markdown_table(table), flush=True)
 
 

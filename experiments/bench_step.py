@@ -162,23 +162,26 @@ class OurStep:
     def rollout(self) -> float:
         """Seconds of the rollout that the next step will begin with."""
         prompts, _ = jax.block_until_ready(self._program.issue(self._state))
+        time.sleep(PAUSE_S)
         start = time.perf_counter()
         jax.block_until_ready(self._program.rollout(self._state, prompts))
         return time.perf_counter() - start
 
 
 class TheirStep:
-    """Steps of a peer, one per call; `last` is its answer."""
+    """Steps of a peer, one per call; `shares` are those of its rollouts."""
 
-    def __init__(self, peer: Peer) -> None:
-        self._peer = peer
-        self.last: dict[str, Any] = {}
+    def __init__(self, peer: Peer, tokens: int) -> None:
+        self._peer, self._tokens = peer, tokens
+        self.shares: list[float] = []
 
     def __call__(self) -> float:
         """Seconds of a step, by the peer's clock."""
         time.sleep(PAUSE_S)
-        self.last = self._peer.request("step")
-        return float(self.last["seconds"])
+        answer = self._peer.request("step")
+        assert answer["new_tokens"] == self._tokens
+        self.shares.append(answer["rollout_s"] / answer["seconds"])
+        return float(answer["seconds"])
 
 
 def open_peer(name: str, config: Config, folder: Path, kl_coef: float, stack: ExitStack) -> TheirStep:
@@ -187,7 +190,7 @@ def open_peer(name: str, config: Config, folder: Path, kl_coef: float, stack: Ex
     peer = stack.enter_context(Peer(name, config.environments, log=folder / f"{name}.log"))
     fields = {"beta": kl_coef, "prompt_tokens": config.prompt_tokens, "max_new_tokens": config.tokens}
     peer.request("load", policy=str(folder / "policy"), learning_rate=_LEARNING_RATE, **fields)
-    return TheirStep(peer)
+    return TheirStep(peer, PROMPTS * SAMPLES * config.tokens)
 
 
 def measure(pair: Pair, config: Config, kl_coef: float, peers: Mapping[str, TheirStep]) -> list[dict[str, Any]]:
@@ -196,7 +199,7 @@ def measure(pair: Pair, config: Config, kl_coef: float, peers: Mapping[str, Thei
     calls: dict[str, Any] = {}
     for k, arm in ours.items():
         calls |= {f"rollout {k}": arm.rollout, f"ours, {k} drafts": arm}
-    seconds = in_turn(calls | dict(peers), config.repeats)
+    seconds = in_turn(calls | dict(peers), config.repeats, discard=2)
     plain, plain_rollout = seconds["ours, 0 drafts"], seconds["rollout 0"]
     passes = "reference" if kl_coef else "none"
 
@@ -217,9 +220,8 @@ def measure(pair: Pair, config: Config, kl_coef: float, peers: Mapping[str, Thei
             | drafted
         )
     for name, peer in peers.items():
-        parts = {key: peer.last[key] for key in ("rollout_s", "reward_s", "logprob_s", "update_s")}
-        assert peer.last["new_tokens"] == PROMPTS * SAMPLES * config.tokens
-        table.append(row(name, seconds[name], plain) | {"rollout_share": parts["rollout_s"] / peer.last["seconds"]})
+        share = float(np.median(peer.shares[-config.repeats :]))
+        table.append(row(name, seconds[name], plain) | {"rollout_share": share})
     shape = {"prompts": PROMPTS, "samples": SAMPLES, "prompt_tokens": config.prompt_tokens, "new_tokens": config.tokens}
     return [entry | shape for entry in table]
 
@@ -227,7 +229,7 @@ def measure(pair: Pair, config: Config, kl_coef: float, peers: Mapping[str, Thei
 def main(config: Config) -> None:
     """Save the expanded policy, start the peers, measure, write and print."""
     check_output(config.run, SCRIPT, policy=config.model.policy, drafter=config.model.drafter)
-    check_environments(config.environments, config.peers)
+    check_environments(config.environments, config.peers, config.model.dtype)
     out = open_output(config.run, config, SCRIPT)
     pair = open_expanded(config.model, config.run.seed)
     table: list[dict[str, Any]] = []

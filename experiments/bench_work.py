@@ -31,7 +31,7 @@ class WorkOptions:
     tokens: int = 128
     """Tokens of every response of equal length; at most, under a task."""
     prompt_tokens: int = 32
-    """Of every prompt; at most, under a task."""
+    """Of every prompt; at most, under a jsonl task."""
 
     def __post_init__(self) -> None:
         check_least("", self, tokens=1, prompt_tokens=2)
@@ -66,7 +66,7 @@ class Work:
 
 
 def make_work(
-    options: WorkOptions, policy: str | None, count: int, vocab_size: int, lengths: Lengths, seed: int
+    options: WorkOptions, count: int, policy: str | None, vocab_size: int, lengths: Lengths, seed: int
 ) -> Work:
     """`count` sequences; all that is random is fixed by the seed.
 

@@ -112,7 +112,7 @@ def round_cost_table() -> str:
     return markdown_table(rows)
 
 
-def _with_interval(row: dict[str, Any], name: str = "speedup") -> str:
+def _speed(row: dict[str, Any], name: str = "speedup") -> str:
     return f"{row[name]:.2f} ({row[f'{name}_low']:.2f} to {row[f'{name}_high']:.2f})"
 
 
@@ -125,13 +125,14 @@ def rollout_table() -> str:
             rows.append(
                 {
                     "workload": f"synthetic, {synthetic:g}" if synthetic else row["workload"],
+                    "branchy prompts": row["branchy"],
                     "rows": row["rows"],
                     "lengths": row["lengths"],
                     "drafts": row["draft_length"],
                     "acceptance length": row["acceptance_length"],
                     "tokens / s": f"{row['tokens_per_second']:.0f}",
-                    "speed-up": _with_interval(row),
-                    "over best fixed": None if share is None else _with_interval(row, "over_best_fixed"),
+                    "speed-up": _speed(row),
+                    "over best fixed": None if share is None else _speed(row, "over_best_fixed"),
                     "of what floors allow": None if share is None else f"{share:.2f} of {row['allowed']:.2f}",
                 }
             )
@@ -146,10 +147,11 @@ def peers_table() -> str:
             rows.append(
                 {
                     "policy": row["shape"],
+                    "workload": row["workload"],
                     "rows": row["rows"],
                     "engine": row["arm"],
                     "tokens / s": f"{row['tokens_per_second']:.0f}",
-                    "its time / ours": _with_interval(row),
+                    "its time / ours": _speed(row),
                     "acceptance length": row["acceptance_length"],
                     "bare products (ms)": None if row["products_ms"] is None else f"{row['products_ms']:.2f}",
                 }
@@ -166,7 +168,7 @@ def step_table() -> str:
                 "trainer": row["arm"],
                 "log-prob pass": row["log_prob_pass"],
                 "seconds": f"{row['seconds']:.2f}",
-                "speed-up": _with_interval(row),
+                "speed-up": _speed(row),
                 "Amdahl": None if row.get("amdahl") is None else f"{row['amdahl']:.2f}",
                 "share of the rollout": f"{row['rollout_share']:.2f}",
             }

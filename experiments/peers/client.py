@@ -76,8 +76,10 @@ def recipe_commands(name: str, environments: Path) -> str:
     return " && ".join([f"python3 -m venv {folder}", *steps])
 
 
-def check_environments(environments: str | Path | None, names: Iterable[str]) -> None:
-    """Raise PeerError where `environments` is a folder without the environments of these peers."""
+def check_environments(environments: str | Path | None, names: Iterable[str], dtype: str) -> None:
+    """Raise PeerError where `environments` lacks those of these peers, or the type of the weights is not theirs."""
+    if environments is not None and dtype != "float32":
+        raise PeerError(f"--dtype is {dtype}, but the peers run in float32; leave it out, or --environments")
     for name in names if environments is not None else ():
         if not (Path(environments) / PEERS[name].environment).is_dir():  # type: ignore[arg-type]
             raise PeerError(
@@ -92,14 +94,16 @@ class Peer:
     Args:
         name: of `PEERS`.
         environments: folder of the virtual environments.
-        threads: of its arithmetic.
+        threads: of its arithmetic; by default as many as there are cores.
         log: file that its stderr goes to; by default a temporary one.
 
     Raises:
         PeerError: the name is unknown or the environment is missing.
     """
 
-    def __init__(self, name: str, environments: str | Path, threads: int = 2, log: Path | None = None) -> None:
+    def __init__(
+        self, name: str, environments: str | Path, threads: int | None = None, log: Path | None = None
+    ) -> None:
         if name not in PEERS:
             raise PeerError(f"peer {name!r} is unknown; choose one of {', '.join(PEERS)}")
         self.name = name
@@ -117,7 +121,7 @@ class Peer:
             stderr=self._log,
             text=True,
             encoding="utf-8",
-            env=_variables(recipe, prefix, threads),
+            env=_variables(recipe, prefix, threads or os.cpu_count() or 1),
             # A group of its own, so that a peer dies with its workers.
             start_new_session=True,
         )

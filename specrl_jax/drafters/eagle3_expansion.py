@@ -1,7 +1,7 @@
 """Function-preserving expansion of an EAGLE-3 head, beside that of its policy (`models/expansion.py`).
 
 The head's own residual stream carries the policy's constant channel: `fc` copies it from the first feature, the
-layer writes nothing to it, so that it is there again when the hidden state is fed back. Columns of the draft
+layer writes nothing to it, so that it is there again when the hidden state is fed back. Entries of the draft
 vocabulary that are new stand for new ids of the policy and read that channel alone.
 """
 

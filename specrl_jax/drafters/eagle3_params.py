@@ -163,7 +163,7 @@ def init_eagle3(
     policy: PolicyParams | None = None,
     feature_rms: float = 1.0,
 ) -> Eagle3Params:
-    """Random head: kernels of variance 1/fan-in, norms one.
+    """Random head: kernels by `init_kernel`, norms one.
 
     Args:
         key: random key.

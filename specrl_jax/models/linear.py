@@ -17,7 +17,7 @@ def linear(x: Float[Array, "n i"], kernel: Float[Array, "o i"], dtype: Any = Non
     On a CPU a few tokens stand as columns beside the kernel: XLA's product then reads the kernel along its rows,
     without packing it first. The barriers keep the compiler from turning this back.
     """
-    if x.shape[0] > _FEW_TOKENS or jax.default_backend() != "cpu":
+    if not 1 < x.shape[0] <= _FEW_TOKENS or jax.default_backend() != "cpu":
         return jnp.einsum("ni,oi->no", x, kernel, preferred_element_type=dtype)
     columns = lax.optimization_barrier(x.T)
     return lax.optimization_barrier(jnp.einsum("oi,in->on", kernel, columns, preferred_element_type=dtype)).T

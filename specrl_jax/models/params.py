@@ -75,13 +75,13 @@ def _init_array(key: Any, name: str, shape: tuple[int, ...], dtype: Any) -> Arra
 
 
 def init_kernel(key: Any, shape: tuple[int, ...], dtype: Any) -> Float[Array, "o i"]:
-    """A kernel of variance 1/fan-in. It is drawn `[in, out]`: a seed gives the weights that it gave before."""
+    """A kernel of standard deviation 0.88 / sqrt(fan-in): a normal cut off at two deviations, drawn `[in, out]`."""
     drawn = jax.random.truncated_normal(key, -2.0, 2.0, shape[::-1], jnp.float32)
     return (drawn * shape[1] ** -0.5).astype(dtype).T
 
 
 def init_params(key: Any, config: PolicyConfig) -> PolicyParams:
-    """Random parameters: kernels of variance 1/fan-in, embedding of standard deviation 0.02, norms one."""
+    """Random parameters: kernels by `init_kernel`, embedding of standard deviation 0.02, norms one."""
     dtype = jnp.dtype(config.dtype)
     embed_key, head_key, *layer_keys = jax.random.split(key, 2 + config.num_layers)
 

@@ -1,10 +1,10 @@
 """What the cache takes, what a group's prompt costs, and how long rounds take to compile.
 
-Memory: long-tailed responses, exp(N(ln 64, 0.8)) clipped at `--longest`, go through a few rows, with a page pool for all
-rows at full length and with smaller ones (`--pools`, as shares of it), where sequences wait. `over_live` is the pool over
-the tokens alive at the peak, a shared prompt counted once; `over_parts` is the program's peak, by the compiler, over
-weights, pool and drafter state. Prefill: a prompt with `--group` samples beside one with a single sample.
-Compilation: lowering and compiling one round of every kind, without the persistent cache.
+Memory: long-tailed responses, exp(N(ln 64, 0.8)) clipped at `--longest`, go through a few rows, with a page pool for
+all rows at full length and with smaller ones (`--pools`, as shares of it), where sequences wait. `over_live` is the
+pool over the tokens alive at the peak, a shared prompt counted once; `over_parts` is the program's peak, by the
+compiler, over weights, pool and drafter state. Prefill: a prompt with `--group` samples beside one with a single
+sample. Compilation: lowering and compiling one round of every kind, without the persistent cache.
 """
 
 import time
@@ -162,7 +162,7 @@ def prefill(pair: Pair, config: Config) -> dict[str, Any]:
 
 def compilation(pair: Pair, config: Config) -> list[dict[str, Any]]:
     """Seconds to lower and compile a round, by its rows and drafts."""
-    kept = jax.config.jax_enable_compilation_cache
+    kept = jax.config.jax_enable_compilation_cache  # type: ignore[attr-defined]
     jax.config.update("jax_enable_compilation_cache", False)
     compilation_cache.reset_cache()  # it remembers whether it was used
     table = []

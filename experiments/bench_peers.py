@@ -97,7 +97,9 @@ class Ours:
 
     def __init__(self, pair: Pair, config: Config, work: Work, k: int, numerics: Numerics) -> None:
         rule = Ratio() if config.rule == "ratio" and k else Match()
-        rollout = RolloutConfig(work.longest, 1, k, work.law, rule, ladder=(1.0,))
+        # Where responses end as they end, the live rows move into smaller batches, as they do in the other engines.
+        ladder = (1.0, 0.5, 0.25, 0.125) if work.end_ids else (1.0,)
+        rollout = RolloutConfig(work.longest, 1, k, work.law, rule, ladder=ladder, smallest_rung=1)
         engine = RolloutEngine(pair.policy, rollout, numerics, drafter_of(pair) if k else None)
         self._program, self._draft = jax.jit(engine.rollout), pair.draft if k else None
         self._params, self._prompts, self._calls = pair.params, work.prompts, 0

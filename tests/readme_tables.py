@@ -124,8 +124,8 @@ def rollout_table() -> str:
             synthetic, share = row["synthetic_survival"], row.get("share_of_floor")
             rows.append(
                 {
-                    "workload": f"synthetic, {synthetic:g}" if synthetic else row["workload"],
-                    "branchy prompts": row["branchy"],
+                    "workload": f"synthetic, {synthetic:g}" if synthetic else row.get("workload", "random"),
+                    "branchy prompts": row.get("branchy"),
                     "rows": row["rows"],
                     "lengths": row["lengths"],
                     "drafts": row["draft_length"],
@@ -147,7 +147,7 @@ def peers_table() -> str:
             rows.append(
                 {
                     "policy": row["shape"],
-                    "workload": row["workload"],
+                    "workload": row.get("workload", "random"),
                     "rows": row["rows"],
                     "engine": row["arm"],
                     "tokens / s": f"{row['tokens_per_second']:.0f}",

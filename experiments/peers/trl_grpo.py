@@ -30,6 +30,8 @@ class TrlGrpo:
 
         model = AutoModelForCausalLM.from_pretrained(policy, dtype=torch.float32, local_files_only=True)
         vocab_size = model.config.vocab_size
+        # The folder's end tokens would end responses.
+        model.config.eos_token_id = model.generation_config.eos_token_id = None
         self.stepper = stepper = Stepper()
 
         class Hold(TrainerCallback):

@@ -214,6 +214,7 @@ def measure(pair: Pair, config: Config, work: Work, peers: Mapping[str, Peer]) -
         if isinstance(arm, Theirs):
             products = arm.peer.request("matmul", shapes=chain_shapes(pair, rows), repeats=10)
             row["products_ms"] = 1e3 * products["seconds"] if "seconds" in products else None
+            row["peer_versions"] = arm.peer.versions
         else:
             row["products_ms"] = our_products(pair, rows)
         table.append(row)

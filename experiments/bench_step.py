@@ -169,11 +169,12 @@ class OurStep:
 
 
 class TheirStep:
-    """Steps of a peer, one per call; `shares` are those of its rollouts."""
+    """Steps of a peer, one per call; `shares` are those of its rollouts, `versions` those of its libraries."""
 
     def __init__(self, peer: Peer, tokens: int) -> None:
         self._peer, self._tokens = peer, tokens
         self.shares: list[float] = []
+        self.versions = peer.versions
 
     def __call__(self) -> float:
         """Seconds of a step, by the peer's clock."""
@@ -221,7 +222,7 @@ def measure(pair: Pair, config: Config, kl_coef: float, peers: Mapping[str, Thei
         )
     for name, peer in peers.items():
         share = float(np.median(peer.shares[-config.repeats :]))
-        table.append(row(name, seconds[name], plain) | {"rollout_share": share})
+        table.append(row(name, seconds[name], plain) | {"rollout_share": share, "peer_versions": peer.versions})
     shape = {"prompts": PROMPTS, "samples": SAMPLES, "prompt_tokens": config.prompt_tokens, "new_tokens": config.tokens}
     return [entry | shape for entry in table]
 

@@ -89,7 +89,7 @@ def check_environments(environments: str | Path | None, names: Iterable[str], dt
 
 
 class Peer:
-    """A peer's process, alive until `close` or the end of the `with` block.
+    """A peer's process, alive until `close` or the end of the `with` block. `versions` are those of its libraries.
 
     Args:
         name: of `PEERS`.
@@ -107,6 +107,7 @@ class Peer:
         if name not in PEERS:
             raise PeerError(f"peer {name!r} is unknown; choose one of {', '.join(PEERS)}")
         self.name = name
+        self.versions: dict[str, str] = {}
         recipe = PEERS[name]
         prefix = Path(environments) / recipe.environment
         self._remedy = f"make its environment with: {recipe_commands(name, Path(environments))}"
@@ -159,6 +160,7 @@ class Peer:
         if "error" in answer:
             remedy = f"; {self._remedy}" if answer["error"].startswith("ModuleNotFoundError") else ""
             raise PeerError(f"peer {self.name} failed at {op}: {answer['error']}{remedy}")
+        self.versions |= answer.get("versions", {})
         return answer
 
     def close(self) -> None:

@@ -200,7 +200,7 @@ def measure(pair: Pair, config: Config, work: Work, peers: Mapping[str, Peer]) -
     first = next(iter(arms))
     table = []
     for name, arm in arms.items():
-        row = {
+        row: dict[str, Any] = {
             "arm": name,
             "workload": config.work.task or "random",
             "branchy": config.work.branchy or None,

@@ -126,7 +126,7 @@ def test_what_the_cache_takes_is_told(monkeypatch, tmp_path):
     run_script(monkeypatch, SCRIPTS["bench_cache"], "--preset", "smoke", "--out", out)
     rows = json.loads((out / "results.json").read_text())["rows"]
     whole, smaller = (row for row in rows if row["part"] == "memory")
-    assert smaller["cache_mb"] < whole["cache_mb"]
+    assert smaller["pool_mb"] < whole["pool_mb"]
     assert smaller["same_tokens"]
     assert whole["over_live"] > smaller["over_live"] >= 1.0
     assert sum(row["part"] == "compilation" for row in rows) == 4

@@ -18,17 +18,15 @@ import numpy as np
 import tyro
 from jax.experimental.compilation_cache import compilation_cache
 
-from experiments.bench_models import ShapeOptions, drafter_of, in_turn, open_expanded, parts_of, ratio
+from experiments.bench_models import OneDevice, ShapeOptions, drafter_of, in_turn, open_expanded, parts_of, ratio
+from experiments.bench_work import endless_law, long_tailed, noise_keys, random_prompts
 from experiments.common import Run, RunOptions, check_least, run_main
 from experiments.expand import Pair, size
 from experiments.outputs import check_output, markdown_table, open_output, provenance, write_results
-from specrl_jax.data.prompts import Prompts
 from specrl_jax.errors import InputError
 from specrl_jax.models.numerics import Numerics
 from specrl_jax.rollout.config import RolloutConfig
 from specrl_jax.rollout.engine import RolloutEngine
-from specrl_jax.rollout.noise import sequence_keys
-from specrl_jax.rollout.sampling import SamplingLaw
 from specrl_jax.training.costs import standing_batch
 from specrl_jax.training.metrics import write_json
 
@@ -36,7 +34,7 @@ SCRIPT = "bench_cache"
 
 
 @dataclass(frozen=True)
-class Config:
+class Config(OneDevice):
     """Options of the measurement."""
 
     run: Run = RunOptions()
@@ -57,11 +55,6 @@ class Config:
         if not self.pools or not all(0.0 < share <= 1.0 for share in self.pools):
             raise InputError(f"--pools is {self.pools}; name shares above 0 and at most 1")
 
-    @property
-    def mesh(self) -> str:
-        """One device."""
-        return "data=1"
-
 
 PRESETS: dict[str, Mapping[str, Any]] = {
     "default": {},
@@ -69,34 +62,19 @@ PRESETS: dict[str, Mapping[str, Any]] = {
 }
 
 
-def prompts_of(pair: Pair, count: int, width: int, seed: int) -> Prompts:
-    """Random prompts."""
-    rng = np.random.default_rng(seed)
-    tokens = rng.integers(2, min(pair.policy.vocab_size, 16_000), (count, width))
-    lengths = jnp.full((count,), width, jnp.int32)
-    return Prompts(jnp.asarray(tokens, jnp.int32), lengths, jnp.arange(count, dtype=jnp.uint32))
-
-
 def engine_of(pair: Pair, longest: int, **settings: Any) -> RolloutEngine:
     """An engine in which limits end the responses."""
-    law = SamplingLaw(end_ids=(1,), min_new_tokens=longest)
-    rollout = RolloutConfig(longest, settings.pop("samples", 1), settings.pop("draft_length"), law, **settings)
+    counts = (settings.pop("samples", 1), settings.pop("draft_length"))
+    rollout = RolloutConfig(longest, *counts, endless_law(longest), **settings)
     return RolloutEngine(pair.policy, rollout, Numerics(), drafter_of(pair))
-
-
-def keys_of(prompts: Prompts, samples: int) -> Any:
-    """Noise keys of the samples of every prompt."""
-    rows = jnp.repeat(prompts.row_ids, samples)
-    return sequence_keys(0, "evaluation", 0, rows, jnp.tile(jnp.arange(samples, dtype=jnp.int32), len(prompts.row_ids)))
 
 
 def memory(pair: Pair, config: Config) -> list[dict[str, Any]]:
     """A row per size of the pool."""
+    limits = jnp.asarray(long_tailed(np.random.default_rng(config.run.seed), config.sequences, config.longest))
     rng = np.random.default_rng(config.run.seed)
-    drawn = np.round(np.exp(rng.normal(np.log(64.0), 0.8, config.sequences)))
-    limits = jnp.asarray(np.clip(drawn, 1, config.longest), jnp.int32)
-    prompts = prompts_of(pair, config.sequences, config.prompt_tokens, config.run.seed)
-    keys = keys_of(prompts, 1)
+    prompts = random_prompts(rng, config.sequences, config.prompt_tokens, pair.policy.vocab_size)
+    keys = noise_keys(prompts)
     whole = engine_of(pair, config.longest, draft_length=config.draft_length, rows=config.rows)
     layout = whole.layout(*prompts.tokens.shape)
     weights = sum(leaf.nbytes for leaf in jax.tree.leaves((pair.params, pair.draft)))
@@ -136,10 +114,11 @@ def memory(pair: Pair, config: Config) -> list[dict[str, Any]]:
 def prefill(pair: Pair, config: Config) -> dict[str, Any]:
     """A prompt for a group of samples beside a prompt for one."""
     calls: dict[str, Callable[[], float]] = {}
-    prompts = prompts_of(pair, 1, config.group_prompt_tokens, config.run.seed)
+    rng = np.random.default_rng(config.run.seed)
+    prompts = random_prompts(rng, 1, config.group_prompt_tokens, pair.policy.vocab_size)
     for samples in (1, config.group):
         engine = engine_of(pair, 64, draft_length=config.draft_length, samples=samples)
-        program, keys = jax.jit(engine.start), keys_of(prompts, samples)
+        program, keys = jax.jit(engine.start), noise_keys(prompts, samples)
 
         def call(program: Any = program, keys: Any = keys) -> float:
             start = time.perf_counter()

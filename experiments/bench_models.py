@@ -25,6 +25,15 @@ from specrl_jax.rollout.verification import Proposed
 PAUSE_S = 0.4  # between arms of several processes: a peer's threads spin for a while after their work
 
 
+class OneDevice:
+    """Options of a script that runs on one device."""
+
+    @property
+    def mesh(self) -> str:
+        """One device."""
+        return "data=1"
+
+
 @dataclass(frozen=True)
 class ShapeOptions:
     """Which policy, at which size."""

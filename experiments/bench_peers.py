@@ -17,13 +17,13 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import tyro
 
-from experiments.bare_products import bare_policy
+from experiments.bare_products import bare_calls
 from experiments.bench_models import (
     PAUSE_S,
+    OneDevice,
     ShapeOptions,
     drafter_of,
     in_turn,
@@ -32,7 +32,7 @@ from experiments.bench_models import (
     ratio,
     save_pair,
 )
-from experiments.bench_work import Work, WorkFlags, WorkOptions, make_work
+from experiments.bench_work import Work, WorkFlags, WorkOptions, make_work, noise_keys
 from experiments.common import Run, RunOptions, check_least, run_main
 from experiments.expand import Pair
 from experiments.outputs import check_output, markdown_table, open_output, provenance, write_results
@@ -41,7 +41,6 @@ from specrl_jax.errors import InputError
 from specrl_jax.models.numerics import Numerics
 from specrl_jax.rollout.config import RolloutConfig
 from specrl_jax.rollout.engine import RolloutEngine
-from specrl_jax.rollout.noise import sequence_keys
 from specrl_jax.rollout.rules import Match, Ratio
 from specrl_jax.training.metrics import write_json
 from specrl_jax.training.speculation import speculation_metrics
@@ -51,7 +50,7 @@ Name = Literal["transformers", "vllm", "vllm-ngram", "vllm-eagle3", "tunix"]
 
 
 @dataclass(frozen=True)
-class Config:
+class Config(OneDevice):
     """Options of the comparison."""
 
     run: Run = RunOptions()
@@ -80,11 +79,6 @@ class Config:
         if min(self.draft_lengths) < 0:
             raise InputError(f"--draft-lengths is {self.draft_lengths}; numbers must be at least 0")
 
-    @property
-    def mesh(self) -> str:
-        """One device."""
-        return "data=1"
-
 
 PRESETS: dict[str, Mapping[str, Any]] = {
     "default": {},
@@ -108,8 +102,7 @@ class Ours:
     def __call__(self) -> float:
         """Seconds per response token."""
         time.sleep(PAUSE_S)
-        ids = self._prompts.row_ids
-        keys = sequence_keys(self._calls, "evaluation", 0, ids, jnp.zeros(ids.shape, jnp.int32))
+        keys = noise_keys(self._prompts, seed=self._calls)
         self._calls += 1
         start = time.perf_counter()
         self.last = jax.block_until_ready(self._program(self._params, self._draft, self._prompts, keys))
@@ -179,14 +172,8 @@ def chain_shapes(pair: Pair, rows: int) -> list[tuple[int, ...]]:
 
 def our_products(pair: Pair, rows: int) -> float:
     """Milliseconds of the bare products here."""
-    x = jnp.ones((rows, pair.policy.hidden_size), jnp.dtype(pair.policy.dtype))
-    program = jax.jit(bare_policy)
-    times = []
-    for _ in range(20):
-        start = time.perf_counter()
-        jax.block_until_ready(program(pair.params, x))
-        times.append(time.perf_counter() - start)
-    return 1e3 * float(np.median(times[5:]))
+    policy, _ = bare_calls(pair, rows)
+    return 1e3 * float(np.median(in_turn({"products": policy}, 15, discard=5)["products"]))
 
 
 def measure(pair: Pair, config: Config, work: Work, peers: Mapping[str, Peer]) -> list[dict[str, Any]]:
@@ -197,7 +184,7 @@ def measure(pair: Pair, config: Config, work: Work, peers: Mapping[str, Peer]) -
         arms["ours, invariant"] = Ours(pair, config, work, config.draft_lengths[0], Numerics("invariant", 8, 8))
     arms |= {name: Theirs(peer, work) for name, peer in peers.items()}
     seconds = in_turn(arms, config.repeats)
-    first = next(iter(arms))
+    first, ours_ms = next(iter(arms)), our_products(pair, rows)
     table = []
     for name, arm in arms.items():
         row: dict[str, Any] = {
@@ -216,7 +203,7 @@ def measure(pair: Pair, config: Config, work: Work, peers: Mapping[str, Peer]) -
             row["products_ms"] = 1e3 * products["seconds"] if "seconds" in products else None
             row["peer_versions"] = arm.peer.versions
         else:
-            row["products_ms"] = our_products(pair, rows)
+            row["products_ms"] = ours_ms
         table.append(row)
     return table
 

@@ -23,6 +23,7 @@ import tyro
 
 from experiments.bare_products import Floors, allowed_speedup, measure_floors
 from experiments.bench_models import (
+    OneDevice,
     ShapeOptions,
     SyntheticMatch,
     drafter_of,
@@ -31,7 +32,7 @@ from experiments.bench_models import (
     parts_of,
     ratio,
 )
-from experiments.bench_work import Lengths, Work, WorkFlags, WorkOptions, make_work
+from experiments.bench_work import Lengths, Work, WorkFlags, WorkOptions, make_work, noise_keys
 from experiments.common import Run, RunOptions, check_least, progress, run_main
 from experiments.expand import Pair
 from experiments.outputs import check_output, markdown_table, open_output, provenance, write_results
@@ -39,7 +40,6 @@ from specrl_jax.errors import InputError
 from specrl_jax.models.numerics import Numerics
 from specrl_jax.rollout.config import RolloutConfig
 from specrl_jax.rollout.engine import RolloutEngine
-from specrl_jax.rollout.noise import sequence_keys
 from specrl_jax.rollout.rules import Match, Rule
 from specrl_jax.rollout.trajectory import Trajectory
 from specrl_jax.training.costs import costs_at
@@ -51,7 +51,7 @@ SCRIPT = "bench_rollout"
 
 
 @dataclass(frozen=True)
-class Config:
+class Config(OneDevice):
     """Options of the measurement."""
 
     run: Run = RunOptions()
@@ -88,11 +88,6 @@ class Config:
             raise InputError(f"--costs {self.costs} is in no folder that exists; make it first")
         if min(self.rows, default=0) < 1:
             raise InputError("--rows must name at least one number, all of them at least 1")
-
-    @property
-    def mesh(self) -> str:
-        """One device."""
-        return "data=1"
 
 
 PRESETS: dict[str, Mapping[str, Any]] = {
@@ -150,14 +145,14 @@ def fixed_arm(engine: RolloutEngine, pair: Pair, work: Work) -> Arm:
     """A fixed draft length."""
     program = jax.jit(engine.rollout)
     draft = pair.draft if engine.speculative else None
-    keys = noise(work)
+    keys = noise_keys(work.prompts)
     return Arm(engine, lambda: program(pair.params, draft, work.prompts, keys, jnp.asarray(work.limits)))
 
 
 def adaptive_arm(engine: RolloutEngine, pair: Pair, draft: Any, work: Work, control: Any) -> Arm:
     """The controller. Every rollout starts with what the one before learned, as in training."""
     program = jax.jit(engine.rollout)
-    keys, state = noise(work), [control]
+    keys, state = noise_keys(work.prompts), [control]
 
     def call() -> Trajectory:
         trajectory = program(pair.params, draft, work.prompts, keys, jnp.asarray(work.limits), state[0])
@@ -173,11 +168,6 @@ def random_head(draft: Any, seed: int) -> Any:
     keys = jax.random.split(jax.random.key(seed), len(leaves))
     drawn = [0.05 * jax.random.normal(key, leaf.shape, leaf.dtype) for key, leaf in zip(keys, leaves, strict=True)]
     return replace(draft, weights=jax.tree.unflatten(tree, drawn))
-
-
-def noise(work: Work) -> Any:
-    """Noise keys of the sequences."""
-    return sequence_keys(0, "evaluation", 0, work.prompts.row_ids, jnp.zeros((len(work.limits),), jnp.int32))
 
 
 def measure(pair: Pair, config: Config, rows: int, work: Work, survival: float, floors: Floors) -> list[dict[str, Any]]:

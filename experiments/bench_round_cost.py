@@ -17,6 +17,7 @@ import tyro
 
 from experiments.bare_products import ROUNDS, bare_attention, bare_calls, timed, trips
 from experiments.bench_models import (
+    OneDevice,
     ShapeOptions,
     SyntheticMatch,
     drafter_of,
@@ -25,6 +26,7 @@ from experiments.bench_models import (
     parts_of,
     ratio,
 )
+from experiments.bench_work import endless_law
 from experiments.common import Run, RunOptions, check_least, progress, run_main
 from experiments.expand import Pair
 from experiments.outputs import check_output, markdown_table, open_output, provenance, write_results
@@ -34,7 +36,7 @@ from specrl_jax.models.policy import forward, grid_batch
 from specrl_jax.rollout.config import RolloutConfig
 from specrl_jax.rollout.engine import RolloutEngine
 from specrl_jax.rollout.queue import Batch
-from specrl_jax.rollout.sampling import Context, SamplingLaw, sample_tokens
+from specrl_jax.rollout.sampling import Context, sample_tokens
 from specrl_jax.training.costs import standing_batch, timed_rounds
 from specrl_jax.training.metrics import write_json
 from specrl_jax.training.speed_plots import draw_round_cost
@@ -43,7 +45,7 @@ SCRIPT = "bench_round_cost"
 
 
 @dataclass(frozen=True)
-class Config:
+class Config(OneDevice):
     """Options of the measurement."""
 
     run: Run = RunOptions()
@@ -63,11 +65,6 @@ class Config:
             if min(getattr(self, name), default=0) < 1:
                 raise InputError(f"--{name.replace('_', '-')} must name at least one number, all of them at least 1")
 
-    @property
-    def mesh(self) -> str:
-        """One device."""
-        return "data=1"
-
 
 PRESETS: dict[str, Mapping[str, Any]] = {
     "default": {},
@@ -84,8 +81,7 @@ PRESETS: dict[str, Mapping[str, Any]] = {
 def engine_of(pair: Pair, draft_length: int, survival: float) -> RolloutEngine:
     """An engine whose rows never end while they are timed."""
     room = 64 * (draft_length + 1)
-    law = SamplingLaw(end_ids=(1,), min_new_tokens=room)
-    rollout = RolloutConfig(room, 1, draft_length, law, SyntheticMatch(survival=survival))
+    rollout = RolloutConfig(room, 1, draft_length, endless_law(room), SyntheticMatch(survival=survival))
     return RolloutEngine(pair.policy, rollout, Numerics(), drafter_of(pair) if draft_length else None)
 
 

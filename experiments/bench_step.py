@@ -24,6 +24,7 @@ from jaxtyping import Array, Float, Int, UInt32
 
 from experiments.bench_models import (
     PAUSE_S,
+    OneDevice,
     ShapeOptions,
     SyntheticMatch,
     drafter_of,
@@ -33,6 +34,7 @@ from experiments.bench_models import (
     ratio,
     save_pair,
 )
+from experiments.bench_work import endless_law
 from experiments.common import Run, RunOptions, check_least, run_main
 from experiments.expand import Pair
 from experiments.outputs import check_output, markdown_table, open_output, provenance, write_results
@@ -52,7 +54,6 @@ from specrl_jax.rl.scoring import Scorer
 from specrl_jax.rollout.config import RolloutConfig
 from specrl_jax.rollout.engine import RolloutEngine
 from specrl_jax.rollout.rules import Match
-from specrl_jax.rollout.sampling import SamplingLaw
 from specrl_jax.training.metrics import write_json
 
 SCRIPT = "bench_step"
@@ -60,7 +61,7 @@ _LEARNING_RATE = 1e-6
 
 
 @dataclass(frozen=True)
-class Config:
+class Config(OneDevice):
     """Options of the comparison."""
 
     run: Run = RunOptions()
@@ -92,11 +93,6 @@ class Config:
         if (PROMPTS * SAMPLES) % self.microbatch:
             raise InputError(f"--microbatch is {self.microbatch}; choose a divisor of {PROMPTS * SAMPLES}")
 
-    @property
-    def mesh(self) -> str:
-        """One device."""
-        return "data=1"
-
 
 PRESETS: dict[str, Mapping[str, Any]] = {
     "default": {},
@@ -127,7 +123,7 @@ class RandomTask:
 
 def program_of(pair: Pair, config: Config, draft_length: int, kl_coef: float) -> GrpoProgram:
     """Our step; no response ends early, and the draft head is not trained."""
-    law = SamplingLaw(end_ids=(1,), min_new_tokens=config.tokens)
+    law = endless_law(config.tokens)
     rule = SyntheticMatch(survival=config.survival) if config.survival and draft_length else Match()
     rollout = RolloutConfig(config.tokens, SAMPLES, draft_length, law, rule)
     engine = RolloutEngine(pair.policy, rollout, Numerics(), drafter_of(pair) if draft_length else None)

@@ -6,13 +6,14 @@ from typing import Annotated, Literal
 import jax.numpy as jnp
 import numpy as np
 import tyro
-from jaxtyping import Int
+from jaxtyping import Array, Int, UInt32
 
 from experiments.common import check_least
 from experiments.inference import ProblemOptions, open_problems
 from specrl_jax.data.prompts import Prompts
 from specrl_jax.data.tokenizers import load_tokenizer
 from specrl_jax.errors import InputError
+from specrl_jax.rollout.noise import sequence_keys
 from specrl_jax.rollout.sampling import SamplingLaw
 
 Lengths = Literal["long-tailed", "equal"]
@@ -60,9 +61,30 @@ class Work:
     @property
     def law(self) -> SamplingLaw:
         """Temperature 1; without end tokens of its own the limits decide."""
-        if self.end_ids:
-            return SamplingLaw(end_ids=self.end_ids)
-        return SamplingLaw(end_ids=(1,), min_new_tokens=self.longest)
+        return SamplingLaw(end_ids=self.end_ids) if self.end_ids else endless_law(self.longest)
+
+
+def endless_law(tokens: int) -> SamplingLaw:
+    """Temperature 1 and no end before so many tokens."""
+    return SamplingLaw(end_ids=(1,), min_new_tokens=tokens)
+
+
+def random_prompts(rng: np.random.Generator, count: int, width: int, vocab_size: int) -> Prompts:
+    """Prompts of random ids."""
+    tokens = rng.integers(2, min(vocab_size, 16_000), (count, width))
+    lengths = jnp.full((count,), width, jnp.int32)
+    return Prompts(jnp.asarray(tokens, jnp.int32), lengths, jnp.arange(count, dtype=jnp.uint32))
+
+
+def long_tailed(rng: np.random.Generator, count: int, longest: int = 512) -> Int[np.ndarray, "b"]:
+    """Lengths exp(N(ln 64, 0.8)), at most `longest`."""
+    return np.clip(np.round(np.exp(rng.normal(np.log(64.0), 0.8, count))), 1, longest).astype(np.int32)
+
+
+def noise_keys(prompts: Prompts, samples: int = 1, seed: int = 0) -> UInt32[Array, "b 2"]:
+    """Noise key of every sample of every prompt."""
+    numbers = jnp.tile(jnp.arange(samples, dtype=jnp.int32), len(prompts.row_ids))
+    return sequence_keys(seed, "evaluation", 0, jnp.repeat(prompts.row_ids, samples), numbers)
 
 
 def make_work(
@@ -80,13 +102,8 @@ def make_work(
     if options.task is not None:
         assert policy is not None
         return _task_work(options, policy, count, rng)
-    limits = np.full(count, options.tokens)
-    if lengths == "long-tailed":
-        limits = np.clip(np.round(np.exp(rng.normal(np.log(64.0), 0.8, count))), 1, 512)
-    tokens = rng.integers(2, min(vocab_size, 16_000), (count, options.prompt_tokens))
-    widths = jnp.full((count,), options.prompt_tokens, jnp.int32)
-    prompts = Prompts(jnp.asarray(tokens, jnp.int32), widths, jnp.arange(count, dtype=jnp.uint32))
-    return Work(prompts, limits.astype(np.int32))
+    limits = long_tailed(rng, count) if lengths == "long-tailed" else np.full(count, options.tokens, np.int32)
+    return Work(random_prompts(rng, count, options.prompt_tokens, vocab_size), limits)
 
 
 def _task_work(options: WorkOptions, policy: str, count: int, rng: np.random.Generator) -> Work:

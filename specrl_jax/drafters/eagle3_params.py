@@ -12,6 +12,7 @@ from jaxtyping import Array, Float, Int
 from specrl_jax.errors import InputError
 from specrl_jax.models.config import Dtype, RopeConfig
 from specrl_jax.models.params import PolicyParams, init_kernel
+from specrl_jax.models.policy import head_weights
 
 _SIZES = (
     "hidden_size",
@@ -188,6 +189,6 @@ def init_eagle3(
             arrays[name] = init_kernel(array_key, shape, dtype)
     arrays["fc"] = arrays["fc"] / feature_rms
     if policy is not None:
-        head = policy.embed if policy.head is None else policy.head
-        arrays |= {"final_norm": policy.final_norm.astype(dtype), "lm_head": head[ids].astype(dtype)}
+        final_norm, head = head_weights(policy)
+        arrays |= {"final_norm": final_norm.astype(dtype), "lm_head": head[ids].astype(dtype)}
     return Eagle3Params(Eagle3Weights(**arrays), ids)

@@ -102,8 +102,8 @@ class Floors:
 
 
 def measure_floors(pair: Pair, rows: int, longest: int, repeats: int = 7) -> Floors:
-    """Time the products of 1 to `rows * (longest + 1)` tokens, in turn; medians."""
-    most = rows * (longest + 1)
+    """Time the products of 1 to `rows * (longest + 1)` tokens, at least 512, in turn; medians."""
+    most = max(rows * (longest + 1), 512)
     steps = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 512)
     counts = [*(n for n in steps if n < most), most]
     calls: dict[str, Callable[[], float]] = {}
@@ -125,9 +125,15 @@ def live_rows(limits: Int[np.ndarray, "b"], rows: int) -> Int[np.ndarray, "t"]:
     return np.array(live)
 
 
-def allowed_speedup(floors: Floors, limits: Int[np.ndarray, "b"], rows: int, survival: Sequence[float]) -> float:
-    """What the floors allow drafts to save of a rollout, with the best draft length for every number of live rows."""
+def allowed_speedup(
+    floors: Floors, limits: Int[np.ndarray, "b"], rows: int, survival: Sequence[float], prompt_tokens: int
+) -> float:
+    """What the floors allow drafts to save of a rollout, with the best draft length for every number of live rows.
+
+    `prompt_tokens` are read first, in all of the prompts, with and without drafts.
+    """
     live = live_rows(limits, rows)
     steps = np.array([floors.step(n) for n in range(1, rows + 1)])[live - 1]
     best = np.array([floors.speedup(n, survival) for n in range(1, rows + 1)])[live - 1]
-    return float(np.sum(steps) / np.sum(steps / best))
+    reading = float(floors.policy[-1]) * prompt_tokens / int(floors.tokens[-1])
+    return float((reading + np.sum(steps)) / (reading + np.sum(steps / best)))

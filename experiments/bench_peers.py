@@ -42,6 +42,7 @@ from specrl_jax.models.numerics import Numerics
 from specrl_jax.rollout.config import RolloutConfig
 from specrl_jax.rollout.engine import RolloutEngine
 from specrl_jax.rollout.rules import Match, Ratio
+from specrl_jax.training.costs import costs_at
 from specrl_jax.training.metrics import write_json
 from specrl_jax.training.speculation import speculation_metrics
 
@@ -62,6 +63,8 @@ class Config(OneDevice):
     work: WorkFlags = field(default_factory=WorkOptions)
     draft_lengths: tuple[int, ...] = (0,)
     """Our arms."""
+    adaptive: int = 0
+    """Add an arm whose drafts the controller chooses, at most so many of a row; 0 for none."""
     rule: Literal["match", "ratio"] = "match"
     """Our verification rule; ratio is what vLLM does."""
     invariant: bool = False
@@ -69,7 +72,7 @@ class Config(OneDevice):
     repeats: int = 15
 
     def __post_init__(self) -> None:
-        check_least("", self, repeats=3)
+        check_least("", self, repeats=3, adaptive=0)
         if self.work.task is not None and self.model.policy is None:
             raise InputError(f"--task {self.work.task} needs the --policy that was trained for it; give both")
         if self.work.task is not None and self.environments is not None and "tunix" in self.peers:
@@ -82,31 +85,45 @@ class Config(OneDevice):
 
 PRESETS: dict[str, Mapping[str, Any]] = {
     "default": {},
-    "smoke": {"rows": (2,), "work": {"prompt_tokens": 8, "tokens": 8}, "draft_lengths": (0, 2), "repeats": 3},
+    "smoke": {
+        "rows": (2,),
+        "work": {"prompt_tokens": 8, "tokens": 8},
+        "draft_lengths": (0, 2),
+        "adaptive": 3,
+        "repeats": 3,
+    },
 }
 
 
 class Ours:
     """An arm of our engine; every call has other noise."""
 
-    def __init__(self, pair: Pair, config: Config, work: Work, k: int, numerics: Numerics) -> None:
-        rule = Ratio() if config.rule == "ratio" and k else Match()
+    def __init__(
+        self, pair: Pair, config: Config, work: Work, k: int, numerics: Numerics, adaptive: bool = False
+    ) -> None:
+        rule = Ratio() if config.rule == "ratio" and k and not adaptive else Match()
         # Where responses end as they end, the live rows move into smaller batches, as they do in the other engines.
         ladder = (1.0, 0.5, 0.25, 0.125) if work.end_ids else (1.0,)
-        rollout = RolloutConfig(work.longest, 1, k, work.law, rule, ladder=ladder, smallest_rung=1)
+        rollout = RolloutConfig(work.longest, 1, k, work.law, rule, adaptive=adaptive, ladder=ladder, smallest_rung=1)
         engine = RolloutEngine(pair.policy, rollout, numerics, drafter_of(pair) if k else None)
         self._program, self._draft = jax.jit(engine.rollout), pair.draft if k else None
         self._params, self._prompts, self._calls = pair.params, work.prompts, 0
+        rows, width = work.prompts.tokens.shape
+        context = width + work.longest // 2
+        self._control = costs_at(None, engine, pair.params, pair.draft, rows, context) if adaptive else None
         self.last: Any = None
 
     def __call__(self) -> float:
-        """Seconds per response token."""
+        """Seconds per response token; the controller begins with what the rollout before taught it, as in training."""
         time.sleep(PAUSE_S)
         keys = noise_keys(self._prompts, seed=self._calls)
         self._calls += 1
         start = time.perf_counter()
-        self.last = jax.block_until_ready(self._program(self._params, self._draft, self._prompts, keys))
-        return (time.perf_counter() - start) / int(self.last.lengths.sum())
+        self.last = self._program(self._params, self._draft, self._prompts, keys, None, self._control)
+        jax.block_until_ready(self.last)
+        seconds = time.perf_counter() - start
+        self._control = self.last.control
+        return seconds / int(self.last.lengths.sum())
 
     @property
     def figures(self) -> dict[str, Any]:
@@ -180,6 +197,9 @@ def measure(pair: Pair, config: Config, work: Work, peers: Mapping[str, Peer]) -
     """A row of the table per arm."""
     rows = len(work.limits)
     arms: dict[str, Any] = {f"ours, {k} drafts": Ours(pair, config, work, k, Numerics()) for k in config.draft_lengths}
+    if config.adaptive:
+        name = f"ours, up to {config.adaptive} drafts"
+        arms[name] = Ours(pair, config, work, config.adaptive, Numerics(), adaptive=True)
     if config.invariant:
         arms["ours, invariant"] = Ours(pair, config, work, config.draft_lengths[0], Numerics("invariant", 8, 8))
     arms |= {name: Theirs(peer, work) for name, peer in peers.items()}

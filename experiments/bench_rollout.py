@@ -5,9 +5,9 @@ Arms, in turn: draft length 0, every fixed draft length, the controller, and the
 to real prompts, which end as they end; else prompts are random and lengths forced: long-tailed ones are
 exp(N(ln 64, 0.8)), fixed by the seed and clipped at 512. `speedup` is the median of paired ratios to draft length 0,
 with its 95% interval, `over_best_fixed` that of the controller to the fastest fixed draft length (0 included).
-`allowed` is what the floors (`bare_products.py`, measured here too) allow at the acceptance and lengths of this
-run, with the best draft length for every number of live rows, the same for all of them; with real acceptance, up to
-the longest of `--draft-lengths`. `share_of_floor` is the controller's speed-up over that.
+`allowed` is what the floors (`bare_products.py`, measured here too) allow at the lengths of this run and the acceptance
+of its longest fixed draft length (which synthetic acceptance continues), with the best draft length for every number of
+live rows, the same for all of them, after reading the prompts. `share_of_floor` is the controller's speed-up over that.
 """
 
 import time
@@ -189,10 +189,10 @@ def measure(pair: Pair, config: Config, rows: int, work: Work, survival: float, 
     seconds = in_turn(arms, config.repeats, discard=2)
     lengths = np.asarray(arms["0"].figures["lengths"])
     best = min(fixed, key=lambda name: float(np.median(seconds[name])))
-    survivals = [survival**depth for depth in range(1, config.longest + 1)]
-    if not survival:
-        survivals = fixed[str(max(config.draft_lengths))].figures.get("survival_per_position", [])
-    allowed = allowed_speedup(floors, lengths, rows, survivals)
+    survivals = list(fixed[str(max(config.draft_lengths))].figures.get("survival_per_position", []))
+    while survival and survivals and len(survivals) < config.longest:
+        survivals.append(survivals[-1] * survival)
+    allowed = allowed_speedup(floors, lengths, rows, survivals, int(jnp.sum(work.prompts.lengths)))
     shared: dict[str, Any] = {
         "workload": config.work.task or ("synthetic" if survival else "random"),
         "branchy": config.work.branchy or None,

@@ -139,7 +139,8 @@ def test_what_the_floors_allow():
     limits = np.array([3, 1, 2])
     np.testing.assert_array_equal(live_rows(limits, 2), [2, 2, 2])
     np.testing.assert_array_equal(live_rows(np.array([3, 1, 1]), 2), [2, 2, 1])
-    assert allowed_speedup(free, limits, 2, [0.5, 0.25]) == pytest.approx(1.75)
+    assert allowed_speedup(free, limits, 2, [0.5, 0.25], prompt_tokens=0) == pytest.approx(1.75)
+    assert allowed_speedup(free, limits, 2, [0.5, 0.25], prompt_tokens=3000) == pytest.approx(6 / (3 + 3 / 1.75))
     fair = Floors(tokens, np.array([1.0, 1000.0]), np.array([0.1, 0.1]))
-    assert allowed_speedup(fair, limits, 2, [0.9, 0.81]) == 1.0
+    assert allowed_speedup(fair, limits, 2, [0.9, 0.81], prompt_tokens=3000) == 1.0
     assert fair.cost(2, 3) == pytest.approx((8 + 0.3) / 2)

@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from tiny import INVARIANT, POLICY, BigramDrafter, bigram_table, keys_of, random_eagle3, tiny_params, tiny_prompts
@@ -86,6 +87,21 @@ def test_a_prompt_is_held_once():
     everything = (lengths.sum() + NEW * groups) * SAMPLES
     assert stats.peak_tokens <= everything - (SAMPLES - 1) * shared.sum()
     assert shared.sum() > 0
+
+
+@pytest.mark.parametrize("width", range(2, 10))
+def test_without_a_budget_all_rows_reach_full_length(width):
+    """Prompts that end anywhere in a page; the pool counts the pages of a prompt once for its group."""
+    tokens, lengths = PROMPTS.tokens[:, :1].repeat(width, 1), np.full(len(PROMPTS.lengths), width, np.int32)
+    prompts = replace(PROMPTS, tokens=tokens, lengths=jnp.asarray(lengths))
+    engine = engine_of()
+    engine = replace(engine, config=replace(engine.config, law=SamplingLaw(end_ids=(1,), min_new_tokens=NEW)))
+    layout = engine.layout(*tokens.shape)
+    assert layout.pool_pages < layout.rows * layout.row_pages + layout.prompts * layout.prompt_pages or width < 6
+    trajectory = jax.device_get(jax.jit(engine.rollout)(tiny_params(), None, prompts, KEYS))
+    assert (trajectory.lengths == NEW).all()
+    assert trajectory.stats.stalled == 0
+    assert trajectory.stats.peak_pages <= layout.pool_pages
 
 
 def test_plain_numerics_queue_too():

@@ -36,7 +36,7 @@ from specrl_jax.models.expansion_shapes import (
     Shape,
     check_room,
     expanded_config,
-    head_columns,
+    head_channels,
     place_layers,
     residual_constant,
     widened_eps,
@@ -71,7 +71,7 @@ def expanded_head_config(config: Eagle3Config, policy: PolicyConfig, shape: Shap
             f"draft_vocab_size grows by {ids} and vocab_size by {unused}; new draft tokens need new ids of the policy, "
             "so choose a target with a larger vocabulary"
         )
-    head_columns(_heads(config), _heads(shape))
+    head_channels(_heads(config), _heads(shape))
     place_layers(policy.num_layers, shape.num_layers, boundary_pairs(config, shape))
     return Eagle3Config(
         hidden_size=shape.hidden_size,
@@ -105,12 +105,12 @@ def _expand_weights(key: Any, old: Eagle3Weights, source: Eagle3Config, target: 
     shapes = {name: (shape[0], shape[1]) for name, shape in weight_shapes(target).items() if len(shape) == 2}
     array_keys = dict(zip(shapes, jax.random.split(key, len(shapes)), strict=True))
     new = {name: random_kernel(array_keys[name], shape, dtype) for name, shape in shapes.items() if name != "lm_head"}
-    queries, keys = head_columns(_heads(source), _heads(target))
+    queries, keys = head_channels(_heads(source), _heads(target))
 
-    def reads_both(base: Array, old: Array, columns: Any, scale: float = 1.0) -> Array:
+    def reads_both(base: Array, old: Array, channels: Any, scale: float = 1.0) -> Array:
         """A kernel over embedding and hidden state."""
         for i, block in enumerate(jnp.split(old, 2, axis=1)):
-            base = write_block(base, block, first_input=i * width, outputs=columns, scale=scale)
+            base = write_block(base, block, first_input=i * width, outputs=channels, scale=scale)
         return base
 
     # Queries are zero where keys are random; nothing normalises them, so they carry the scale of the attention.

@@ -29,10 +29,10 @@ from jaxtyping import Array, Float
 
 from specrl_jax.models.config import PolicyConfig
 from specrl_jax.models.expansion_shapes import (
-    Columns,
+    Channels,
     Shape,
     expanded_config,
-    head_columns,
+    head_channels,
     place_layers,
     policy_heads,
     residual_constant,
@@ -47,10 +47,10 @@ _ROWS_AT_ONCE = 64
 
 def random_kernel(key: Any, shape: tuple[int, int], dtype: Any) -> Float[Array, "o i"]:
     """A kernel of variance 1/fan-in."""
-    rows, columns = shape
+    rows, channels = shape
 
     def row(key: Any) -> Float[Array, "i"]:
-        return jax.random.normal(key, (columns,), dtype) * columns**-0.5
+        return jax.random.normal(key, (channels,), dtype) * channels**-0.5
 
     # All at once, the bits would take several times the memory of the kernel.
     return lax.map(row, jax.random.split(key, rows), batch_size=_ROWS_AT_ONCE)
@@ -60,7 +60,7 @@ def write_block(
     base: Float[Array, "o i"],
     old: Float[Array, "p j"],
     first_input: int = 0,
-    outputs: Columns | None = None,
+    outputs: Channels | None = None,
     scale: float = 1.0,
 ) -> Float[Array, "o i"]:
     """`base` with `old`, times `scale`, from input `first_input` on: in its first outputs, or where `outputs` says."""
@@ -78,7 +78,7 @@ def clear_block(
     return base.at[outputs, first_input : first_input + inputs].set(jnp.zeros((), base.dtype))
 
 
-def write_inputs(base: Float[Array, "o i"], old: Float[Array, "p j"], inputs: Columns | None) -> Float[Array, "o i"]:
+def write_inputs(base: Float[Array, "o i"], old: Float[Array, "p j"], inputs: Channels | None) -> Float[Array, "o i"]:
     """A kernel into the residual stream: `old` into its first channels from its inputs' new places, zeros elsewhere."""
     zeros, value = jnp.zeros_like(base), old.astype(base.dtype)
     if inputs is None:
@@ -131,13 +131,13 @@ def _expand_layer(key: Any, layer: LayerParams, source: PolicyConfig, target: Po
     assert layer.q_norm is not None
     assert layer.k_norm is not None
     width, dtype = target.hidden_size, jnp.dtype(target.dtype)
-    queries, keys = head_columns(policy_heads(source), policy_heads(target))
+    queries, keys = head_channels(policy_heads(source), policy_heads(target))
     share = source.head_dim / target.head_dim
     # A norm of heads is blind to their scale but for its epsilon, which is the residual stream's in every config.
     scale = (target.rms_norm_eps / source.rms_norm_eps / share) ** 0.5
 
-    def normalised(base: Array, old: Array, columns: Columns) -> Array:
-        return write_block(clear_block(base, source.hidden_size, columns.whole), old, outputs=columns, scale=scale)
+    def normalised(base: Array, old: Array, channels: Channels) -> Array:
+        return write_block(clear_block(base, source.hidden_size, channels.whole), old, outputs=channels, scale=scale)
 
     return LayerParams(
         attn_norm=widen_norm(layer.attn_norm, width, dtype),

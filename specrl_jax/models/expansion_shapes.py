@@ -71,10 +71,10 @@ class Heads(NamedTuple):
     width: int
 
 
-class Columns(NamedTuple):
+class Channels(NamedTuple):
     """Channels of attention heads: column `old[i]` of the source becomes column `new[i]` of the target.
 
-    whole: all columns of the target's heads that hold one of the source.
+    whole: all channels of the target's heads that hold one of the source.
     """
 
     old: np.ndarray
@@ -82,17 +82,17 @@ class Columns(NamedTuple):
     whole: np.ndarray
 
 
-def _columns(pairs: Sequence[tuple[int, int]], width: int, wide: int) -> Columns:
-    """Columns of `(source head, target head)` pairs; rotation pairs channel `i` with channel `i + width / 2`."""
+def _channels(pairs: Sequence[tuple[int, int]], width: int, wide: int) -> Channels:
+    """Channels of `(source head, target head)` pairs; rotation pairs channel `i` with channel `i + width / 2`."""
     channels = np.concatenate([np.arange(width // 2), wide // 2 + np.arange(width // 2)])
-    return Columns(
+    return Channels(
         old=np.concatenate([old * width + np.arange(width) for old, _ in pairs]),
         new=np.concatenate([new * wide + channels for _, new in pairs]),
         whole=np.concatenate([new * wide + np.arange(wide) for _, new in pairs]),
     )
 
 
-def head_columns(source: Heads, target: Heads) -> tuple[Columns, Columns]:
+def head_channels(source: Heads, target: Heads) -> tuple[Channels, Channels]:
     """Where query heads go, and where key/value heads go.
 
     A key/value head is copied where the target lets fewer query heads share one than the source.
@@ -111,7 +111,7 @@ def head_columns(source: Heads, target: Heads) -> tuple[Columns, Columns]:
         (kv * shared + i, (kv * copies + i // room) * room + i % room) for kv in range(source.kv) for i in range(shared)
     ]
     keys = [(kv, kv * copies + copy) for kv in range(source.kv) for copy in range(copies)]
-    return _columns(queries, source.width, target.width), _columns(keys, source.width, target.width)
+    return _channels(queries, source.width, target.width), _channels(keys, source.width, target.width)
 
 
 def place_layers(
@@ -214,7 +214,7 @@ def expanded_config(config: PolicyConfig, shape: Shape) -> PolicyConfig:
             f"hidden_size is {config.hidden_size} in the source and in the target, which leaves no constant residual "
             "channel; choose a wider target"
         )
-    head_columns(policy_heads(config), policy_heads(shape))
+    head_channels(policy_heads(config), policy_heads(shape))
     return PolicyConfig(
         family=config.family,
         **{name: getattr(shape, name) for name in names},

@@ -112,7 +112,11 @@ class SequenceQueue(AdaptiveRound):
         together = max(1, min(groups, _PREFILL_TOKENS // width, -(-rows // self.config.samples_per_prompt)))
         row_pages = pages_for(self._slots(width), self.numerics)
         prompt_pages = pages_for(max(1, width - 1), self.numerics)
-        pages = rows * row_pages + together * prompt_pages
+        # Rows of a group share the full pages of their prompt. What follows these may begin at the end of a page.
+        own_slots = self._slots(width) - max(0, width - 1) + self.numerics.key_block - 1
+        own_pages = min(row_pages, pages_for(own_slots, self.numerics))
+        prompts = min(groups, -(-rows // self.config.samples_per_prompt) + together)
+        pages = rows * own_pages + prompts * prompt_pages
         budget = self.config.cache_bytes
         if budget is not None:
             kept = self.drafter_bytes(rows + together, width)

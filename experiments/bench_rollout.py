@@ -1,13 +1,14 @@
 """Speculative rollouts against rollouts without, in seconds, on the same sequences.
 
-Arms, in turn: draft length 0, every fixed draft length, the controller, and the controller with a random head
-(which can only lose). A batch is `sequences` responses through `rows` rows. With `--task` they are a policy's responses
-to real prompts, which end as they end; else prompts are random and lengths forced: long-tailed ones are
-exp(N(ln 64, 0.8)), fixed by the seed and clipped at 512. `speedup` is the median of paired ratios to draft length 0,
-with its 95% interval, `over_best_fixed` that of the controller to the fastest fixed draft length (0 included).
-`allowed` is what the floors (`bare_products.py`, measured here too) allow at the lengths of this run and the acceptance
-of its longest fixed draft length (which synthetic acceptance continues), with the best draft length for every number of
-live rows, the same for all of them, after reading the prompts. `share_of_floor` is the controller's speed-up over that.
+Arms, in turn: draft length 0, every fixed draft length (in chains, and in trees with `--branches`), the controller,
+and the controller with a random head (which can only lose). A batch is `sequences` responses through `rows` rows.
+With `--task` they are a policy's responses to real prompts, which end as they end; else prompts are random and
+lengths forced: long-tailed ones are exp(N(ln 64, 0.8)), fixed by the seed and clipped at 512. `speedup` is the median
+of paired ratios to draft length 0, with its 95% interval, `over_best_fixed` that of the controller to the fastest
+fixed draft length (0 included). `allowed` is what the floors (`bare_products.py`, measured here too) allow at the
+lengths of this run and the acceptance of its longest fixed draft length (which synthetic acceptance continues), with
+the best draft length for every number of live rows, the same for all of them, after reading the prompts.
+`share_of_floor` is the controller's speed-up over that.
 """
 
 import time
@@ -65,6 +66,8 @@ class Config(OneDevice):
     lengths: Lengths = "long-tailed"
     draft_lengths: tuple[int, ...] = (3,)
     """Fixed draft lengths to compare with."""
+    branches: int = 1
+    """Above 1, trees of the fixed draft lengths too, with so many candidates at each depth."""
     longest: int = 7
     """Most drafts of a row under the controller."""
     random_drafter: bool = False
@@ -76,12 +79,14 @@ class Config(OneDevice):
     repeats: int = 15
 
     def __post_init__(self) -> None:
-        check_least("", self, repeats=3, sequences=0, longest=1)
+        check_least("", self, repeats=3, sequences=0, longest=1, branches=1)
         if not all(0.0 <= s < 1.0 for s in self.survival):
             raise InputError(f"--survival is {self.survival}; choose probabilities from 0 (real acceptance) to below 1")
         task = self.work.task
         if task is not None and (self.model.policy is None or self.survival != (0.0,)):
             raise InputError(f"--task {task} is for the real acceptance of --policy and --survival 0; give both")
+        if self.branches > 1 and any(self.survival):
+            raise InputError(f"--branches {self.branches} is for real acceptance; give --survival 0")
         if min(self.draft_lengths, default=0) < 1 or not self.survival:
             raise InputError("--draft-lengths must name numbers of at least 1 and --survival at least one probability")
         if self.costs is not None and not Path(self.costs).absolute().parent.is_dir():
@@ -181,6 +186,9 @@ def measure(pair: Pair, config: Config, rows: int, work: Work, survival: float, 
     fixed = {"0": fixed_arm(rollout_of(config, pair, work, rows, 0, Match(), False), pair, work)}
     for k in config.draft_lengths:
         fixed[str(k)] = fixed_arm(rollout_of(config, pair, work, rows, k, rule, False), pair, work)
+        if config.branches > 1:
+            engine = rollout_of(config, pair, work, rows, k, Match(branches=config.branches), False)
+            fixed[f"{k}, {config.branches} branches"] = fixed_arm(engine, pair, work)
     arms = fixed | {"adaptive": adaptive_arm(chosen, pair, pair.draft, work, control)}
     if config.random_drafter:
         random = random_head(pair.draft, config.run.seed)

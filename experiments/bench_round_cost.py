@@ -116,7 +116,7 @@ def part_calls(pair: Pair, engine: RolloutEngine, rows: int, context: int) -> di
         state = replace(
             standing.drafter, hidden=standing.drafter.hidden + newest[:, None].astype(standing.drafter.hidden.dtype)
         )
-        return engine._propose(pair.params, draft, replace(standing, drafter=state)).token[:, -1] % 2
+        return engine._propose(pair.params, draft, replace(standing, drafter=state), batch.trajectory).token[:, -1] % 2
 
     def draw(params: Any, newest: Any) -> Any:
         hidden = jnp.ones((rows * tree.size, pair.policy.hidden_size), jnp.dtype(pair.policy.dtype))

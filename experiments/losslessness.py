@@ -153,10 +153,9 @@ def drafters_of(model: Model, config: Config, reference: Trajectory) -> dict[str
     ids = np.arange(head.draft_vocab_size)
     random = init_eagle3(jax.random.key(config.run.seed + 7), head, ids, policy=model.params)
     tokens = corrupted(np.asarray(reference.tokens), config.corruption, model.policy.vocab_size, config.run.seed)
-    lengths = reference.prompts.lengths
 
     def replay(rows: Any) -> Replay:
-        return Replay(jnp.asarray(tokens[rows]), jnp.asarray(lengths[rows]))
+        return Replay(jnp.asarray(tokens[rows]))
 
     found: dict[str, tuple[Drafter, Any]] = {
         "trained": (model.drafter, lambda rows: model.draft),

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from specrl_jax.drafters.protocol import Choice, Choose, Drafter
+from specrl_jax.drafters.protocol import Choice, Choose, Drafter, Texts
 from specrl_jax.models.tree import Tree
 
 
@@ -42,7 +42,7 @@ class Adversary:
         params: Any,
         embed: Float[Array, "v d"],
         state: Any,
-        sequence: Int[Array, "r"],
+        texts: Texts,
         tree: Tree,
         choose: Choose,
     ) -> Choice:
@@ -51,7 +51,7 @@ class Adversary:
         def worst(logits: Array, target_ids: Array, before: Array, count: int) -> Choice:
             return choose(-logits, target_ids, before, count)
 
-        return self.drafter.propose(params, embed, state, sequence, tree, worst)
+        return self.drafter.propose(params, embed, state, texts, tree, worst)
 
 
 def corrupted(tokens: Int[np.ndarray, "b t"], rate: float, vocab_size: int, seed: int) -> Int[np.ndarray, "b t"]:

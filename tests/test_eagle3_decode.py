@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from numpy_eagle3 import Head
+from tiny import no_texts
 
 from specrl_jax.drafters import eagle3
 from specrl_jax.drafters.eagle3 import Eagle3Drafter
@@ -62,8 +63,7 @@ class Recorder:
 
 def propose(drafter, params, embed, state, drafts, choose):
     """Drafted tokens of a chain, `[r, k]`."""
-    sequence = jnp.arange(len(state.length), dtype=jnp.int32)
-    return drafter.propose(params, embed, state, sequence, Tree.chain(drafts), choose).token
+    return drafter.propose(params, embed, state, no_texts(len(state.length)), Tree.chain(drafts), choose).token
 
 
 def committed(head, counts, capacity=WIDTH):

@@ -10,6 +10,7 @@ import numpy as np
 import optax
 import pytest
 from safetensors.numpy import load_file
+from tiny import no_texts
 
 from specrl_jax.drafters import eagle3, eagle3_training
 from specrl_jax.drafters.eagle3 import Eagle3Drafter
@@ -74,7 +75,7 @@ def served_logits(config, params, embed, tokens, features, steps):
         logits.append(scores[:, 0])
         return Choice(following[counts + 1 + before.shape[2]][:, None, None])
 
-    drafter.propose(params, embed, state, counts, Tree.chain(steps), force)
+    drafter.propose(params, embed, state, no_texts(len(counts)), Tree.chain(steps), force)
     return jnp.stack(logits)
 
 
@@ -318,7 +319,7 @@ def test_training_raises_agreement_and_served_acceptance():
         def best(logits, ids, before, count):
             return Choice(ids[logits.argmax(-1)][..., None])
 
-        drafts = drafter.propose(head, embed, state, jnp.arange(rows), Tree.chain(3), best).token
+        drafts = drafter.propose(head, embed, state, no_texts(rows), Tree.chain(3), best).token
         known = jnp.concatenate([held_out.tokens[:, -2:], drafts], axis=1)
         equal = law[known[:, :-2], known[:, 1:-1]].argmax(-1) == drafts
         return metrics, jnp.cumprod(equal.astype(jnp.int32), axis=1).sum(1).mean()

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from fixtures.models.checkpoints import small_tokenizer
 from scripts import SMALLER, refusal, run_script, write_models
-from tiny import PLAIN, VOCAB, keys_of, run, tiny_prompts
+from tiny import PLAIN, VOCAB, keys_of, no_texts, run, tiny_prompts
 
 from experiments import expand
 from specrl_jax.drafters.eagle3 import Eagle3Drafter
@@ -182,7 +182,7 @@ def draft_chain(params, policy, draft, head, tokens, drafts):
         seen.append(scores[:, 0])
         return Choice(drafts[:, before.shape[2]][:, None, None])
 
-    drafter.propose(draft, params.embed, state, jnp.arange(rows, dtype=jnp.int32), Tree.chain(drafts.shape[1]), choose)
+    drafter.propose(draft, params.embed, state, no_texts(rows), Tree.chain(drafts.shape[1]), choose)
     return jnp.stack(seen, axis=1)
 
 

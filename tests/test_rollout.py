@@ -21,6 +21,7 @@ from tiny import (
     PolicyAsDrafter,
     bigram_table,
     keys_of,
+    no_texts,
     random_eagle3,
     run,
     take_prompts,
@@ -459,7 +460,7 @@ def test_counts_of_an_eagle3_head_are_those_of_a_replay():
             best = jnp.argmax(log_law + gumbel_noise(keys, position, target_ids), axis=-1)
             return Choice(target_ids[best][:, None, None])
 
-        return drafter.propose(draft, params.embed, state, rows, Tree.chain(3), choose).token
+        return drafter.propose(draft, params.embed, state, no_texts(len(rows)), Tree.chain(3), choose).token
 
     drafts = dict(zip(starts, np.asarray(propose(params, draft)).tolist(), strict=True))
     expected = recount(ours, lambda row, emitted: drafts[row, emitted], 3)

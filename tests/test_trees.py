@@ -87,7 +87,7 @@ def test_more_candidates_are_accepted_more_often():
 
 def test_a_drafter_that_replays_the_plain_run_is_always_accepted():
     plain, k = rollout("plain"), 3
-    replay = Replay(jnp.asarray(plain.tokens), jnp.repeat(PROMPTS.lengths, SAMPLES))
+    replay = Replay(jnp.asarray(plain.tokens))
     engine = engine_of(LAWS["plain"], k, Match(), ReplayDrafter(VOCAB))
     ours = run(engine, PROMPTS, keys_of(PROMPTS, SAMPLES), tiny_params(), replay)
     np.testing.assert_array_equal(ours.tokens, plain.tokens)

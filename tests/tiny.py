@@ -12,7 +12,7 @@ from flax import struct
 from specrl_jax.data.prompts import Prompts
 from specrl_jax.drafters.eagle3 import Eagle3Drafter
 from specrl_jax.drafters.eagle3_params import Eagle3Config, init_eagle3
-from specrl_jax.drafters.protocol import Choice, propose_tree
+from specrl_jax.drafters.protocol import Choice, Texts, propose_tree
 from specrl_jax.models.cache import KVCache, own_pages
 from specrl_jax.models.config import PolicyConfig
 from specrl_jax.models.numerics import Numerics
@@ -107,14 +107,20 @@ class BigramDrafter:
         last = jnp.take_along_axis(tokens, jnp.maximum(counts - 1, 0)[:, None], axis=1)[:, 0]
         return LastToken(jnp.where(counts > 0, last, state.token), state.length + counts)
 
-    def propose(self, params, embed, state, sequence, tree, choose):
+    def propose(self, params, embed, state, texts, tree, choose):
         ids = jnp.arange(params.shape[0], dtype=jnp.int32)
 
-        def logits_below(depth, nodes, before):
-            last = before[:, :, -1] if depth else state.token[:, None]
-            return params[last]
+        def below(nodes, before, count):
+            last = before[:, :, -1] if before.shape[2] else state.token[:, None]
+            return choose(params[last], ids, before, count)
 
-        return propose_tree(tree, choose, ids, logits_below, len(sequence))
+        return propose_tree(tree, below, len(texts.sequence))
+
+
+def no_texts(rows):
+    """For drafters that do not look."""
+    nothing = jnp.zeros((rows, 1), jnp.int32)
+    return Texts(nothing, nothing[:, 0], nothing, nothing[:, 0], jnp.arange(rows, dtype=jnp.int32))
 
 
 @functools.lru_cache
@@ -172,7 +178,7 @@ class PolicyAsDrafter:
         last = jnp.take_along_axis(tokens, jnp.maximum(counts - 1, 0)[:, None], axis=1)[:, 0]
         return ReadTokens.of(cache, jnp.where(counts > 0, last, state.newest))
 
-    def propose(self, params, embed, state, sequence, tree, choose):
+    def propose(self, params, embed, state, texts, tree, choose):
         assert tree.is_chain
         weights, wrong_from = params
         ids, token, cache = jnp.arange(embed.shape[0], dtype=jnp.int32), state.newest, state.cache

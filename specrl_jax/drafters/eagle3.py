@@ -23,7 +23,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from specrl_jax.drafters.eagle3_params import Eagle3Config, Eagle3Params, Eagle3Weights
-from specrl_jax.drafters.protocol import Choice, Choose, propose_tree
+from specrl_jax.drafters.protocol import Choice, Choose, Texts, choose_next, propose_tree
 from specrl_jax.models.linear import linear
 from specrl_jax.models.policy import rms_norm, swiglu
 from specrl_jax.models.rope import apply_rope, rope_angles
@@ -201,9 +201,9 @@ def propose(
     keys: list[Array] = []
     values: list[Array] = []
 
-    def logits_below(depth: int, nodes: tuple[int, ...], before: Int[Array, "r m d"]) -> Float[Array, "r m dv"]:
+    def below(nodes: tuple[int, ...], before: Int[Array, "r m d"], candidates: int) -> Choice:
         nonlocal hidden
-        count = len(nodes)
+        count, depth = len(nodes), before.shape[2]
         if depth > 0:
             above = tree.inner(depth - 1)
             came_from = [above.index(tree.parents[node - 1]) for node in nodes]
@@ -220,9 +220,10 @@ def propose(
             attended = _attend(queries, state.keys, state.values, state.start, state.length, *own, sees)
             attended = attended.reshape(rows * count, *attended.shape[2:])
             hidden = mix_and_mlp(config, weights, fed, attended).reshape(rows, count, -1)
-        return draft_logits(config, weights, hidden.reshape(rows * count, -1)).reshape(rows, count, -1)
+        logits = draft_logits(config, weights, hidden.reshape(rows * count, -1)).reshape(rows, count, -1)
+        return choose(logits, params.target_ids, before, candidates)
 
-    return propose_tree(tree, choose, params.target_ids, logits_below, rows)
+    return propose_tree(tree, below, rows)
 
 
 @struct.dataclass
@@ -243,7 +244,7 @@ def advance(
     tokens: Int[Array, "r"],
     step: Int[Array, ""],
 ) -> tuple[Drafted, Float[Array, "r dv"]]:
-    """Take a draft of every row; the logits of the next (see `protocol.ChainDrafter.advance`)."""
+    """Take a draft of every row; the logits of the next (as `protocol.ChainDrafter.advance`)."""
     positions = state.length + step
     x = attention_input(config, weights, embed, tokens, carry.hidden)
     new_keys, new_values = project_keys(config, weights, x, positions)
@@ -288,29 +289,27 @@ class Eagle3Drafter:
         params: Eagle3Params,
         embed: Float[Array, "v d"],
         state: Eagle3State,
-        sequence: Int[Array, "r"],
+        texts: Texts,
         tree: Tree,
         choose: Choose,
     ) -> Choice:
-        """Propose a tree of tokens per row, whatever sequence it holds."""
+        """Propose a tree of tokens per row, whatever text it holds."""
         return propose(self.config, params, embed, state, tree, choose)
-
-    def target_ids(self, params: Eagle3Params) -> Int[Array, "dv"]:
-        """The draft vocabulary."""
-        return params.target_ids
 
     def begin(
         self,
         params: Eagle3Params,
         embed: Float[Array, "v d"],
         state: Eagle3State,
-        sequence: Int[Array, "r"],
+        texts: Texts,
         depth: int,
-    ) -> tuple[Drafted, Float[Array, "r dv"]]:
-        """Logits after the last committed pair."""
+        choose: Choose,
+    ) -> tuple[Drafted, Choice]:
+        """The draft after the last committed pair."""
         rows, groups, _, width = state.keys.shape
         empty = jnp.zeros((rows, groups, depth, width), state.keys.dtype)
-        return Drafted(empty, empty, state.hidden), draft_logits(self.config, params.weights, state.hidden)
+        logits = draft_logits(self.config, params.weights, state.hidden)
+        return Drafted(empty, empty, state.hidden), choose_next(choose, logits, params.target_ids, jnp.int32(0))
 
     def advance(
         self,
@@ -320,9 +319,11 @@ class Eagle3Drafter:
         carry: Drafted,
         tokens: Int[Array, "r"],
         step: Int[Array, ""],
-    ) -> tuple[Drafted, Float[Array, "r dv"]]:
+        choose: Choose,
+    ) -> tuple[Drafted, Choice]:
         """Take a draft of every row."""
-        return advance(self.config, params.weights, embed, state, carry, tokens, step)
+        carry, logits = advance(self.config, params.weights, embed, state, carry, tokens, step)
+        return carry, choose_next(choose, logits, params.target_ids, step + 1)
 
     def skip(self, state: Eagle3State, counts: Int[Array, "r"]) -> Eagle3State:
         """Go on after a gap, whose slots are not read."""

@@ -8,6 +8,9 @@ Slots. Slot `p` of a row pairs the policy's feature `g_p` (residual streams at
 position `p`) with the token `x_{p+1}` that the policy emitted there, and says
 something about `x_{p+2}`. After a prefill of `n` prompt tokens and one sampled
 token, `n` pairs are read; after a round that emitted `m` tokens, `m` more.
+
+Drafters that look for earlier text do not need pairs: what has been read and emitted so far,
+by all sequences of the rollout, is shown to every drafter as `Texts`.
 """
 
 from collections.abc import Callable
@@ -17,14 +20,32 @@ import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Float, Int
 
+from specrl_jax.errors import InputError
 from specrl_jax.models.tree import Tree
+
+
+@struct.dataclass
+class Texts:
+    """What a rollout has read and emitted so far on this device; it changes with every round.
+
+    prompts: `[g, w]`. prompt_lengths: tokens of each, 0 for none, `[g]`.
+    responses: of all sequences, 0 beyond `lengths`, `[b, t]`; `b = g * samples`, the samples of a prompt side by side.
+    lengths: tokens emitted, `[b]`.
+    sequence: which of them each row decodes, `[r]`, whatever row it sits in.
+    """
+
+    prompts: Int[Array, "g w"]
+    prompt_lengths: Int[Array, "g"]
+    responses: Int[Array, "b t"]
+    lengths: Int[Array, "b"]
+    sequence: Int[Array, "r"]
 
 
 @struct.dataclass
 class Choice:
     """Drafted tokens.
 
-    token: in the policy's vocabulary.
+    token: in the policy's vocabulary; -1 for no draft, where `log_law` is None.
     log_law: the law over the policy's vocabulary that they were drawn from, or None where nobody asks.
     confidence: log-probability of the best of them under the drafter's law, or None.
     """
@@ -37,24 +58,29 @@ class Choice:
 Choose = Callable[..., Choice]
 """`choose(logits, target_ids, before, count, step)` picks the `count` best candidates below each of `m` nodes of one
 depth from float32 draft logits: tokens `[r, m, count]`, the best first, and the node's law `[r, m, v]`. Column `i` of
-the logits stands for target token `target_ids[i]`; `before` are the drafts on the path to each node, `step` their
-number where the path is not shown. The rollout supplies it: it holds the sampling law and the noise."""
+the logits stands for target token `target_ids[i]`, or `target_ids[r, m, i]` where nodes have candidates of their own;
+`before` are the drafts on the path to each node, `step` their number where the path is not shown. The rollout supplies
+it: it holds the sampling law and the noise."""
 
 
-def propose_tree(
-    tree: Tree,
-    choose: Choose,
-    target_ids: Int[Array, "dv"],
-    logits_below: Callable[[int, tuple[int, ...], Int[Array, "r m d"]], Float[Array, "r m dv"]],
-    rows: int,
+def choose_next(
+    choose: Choose, logits: Float[Array, "r dv"], target_ids: Int[Array, "*r dv"], step: Int[Array, ""]
 ) -> Choice:
+    """The next draft of a chain: token and confidence of each row, `[r]`."""
+    ids = target_ids if target_ids.ndim == 1 else target_ids[:, None]
+    choice = choose(logits[:, None], ids, jnp.zeros((logits.shape[0], 1, 0), jnp.int32), 1, step)
+    if choice.confidence is None:
+        raise InputError("this drafter goes by its confidence, which only rule match keeps; choose that rule")
+    return Choice(choice.token[:, 0, 0], confidence=choice.confidence[:, 0])
+
+
+def propose_tree(tree: Tree, below: Callable[[tuple[int, ...], Int[Array, "r m d"], int], Choice], rows: int) -> Choice:
     """Draft a tree depth by depth.
 
     Args:
         tree: of the round, with at least one draft.
-        choose, target_ids: as above.
-        logits_below: `logits_below(depth, nodes, before)` are the draft logits below the nodes of a depth that have
-            candidates; it is called for depths 0, 1, ... in turn.
+        below: `below(nodes, before, count)` are the candidates, as `Choose` gives them, below the nodes of a depth that
+            have any; it is called for depths `d` = 0, 1, ... in turn, with the drafts on the path to each node.
         rows: of the batch.
 
     Returns:
@@ -69,7 +95,7 @@ def propose_tree(
             paths = [[tokens[above] for above in tree.path(node)[1:]] for node in nodes]
             before = jnp.stack([jnp.stack(path, axis=1) for path in paths], axis=1)
         count = max(len(tree.children(node)) for node in nodes)
-        choice = choose(logits_below(depth, nodes, before), target_ids, before, count)
+        choice = below(nodes, before, count)
         for i, node in enumerate(nodes):
             for rank, child in enumerate(tree.children(node)):
                 tokens[child] = choice.token[:, i, rank]
@@ -86,6 +112,13 @@ class DraftState(Protocol):
     @property
     def length(self) -> Int[Array, "r"]:
         """Pairs of each row that have been read."""
+
+
+@struct.dataclass
+class TextState:
+    """Of a drafter that reads `Texts` and no pairs. length: pairs of each row that it was shown."""
+
+    length: Int[Array, "r"]
 
 
 @runtime_checkable
@@ -127,7 +160,7 @@ class Drafter(Protocol):
         params: Any,
         embed: Float[Array, "v d"],
         state: Any,
-        sequence: Int[Array, "r"],
+        texts: Texts,
         tree: Tree,
         choose: Choose,
     ) -> Choice:
@@ -135,7 +168,7 @@ class Drafter(Protocol):
 
         Args:
             params, embed, state: as in `commit`.
-            sequence: index of each row's sequence in the rollout of this device, whatever row it sits in.
+            texts: of the whole rollout.
             tree: which tokens to propose; a chain or more (`propose_tree` does the bookkeeping).
             choose: picks candidates from logits.
 
@@ -148,13 +181,10 @@ class Drafter(Protocol):
 class ChainDrafter(Drafter, Protocol):
     """A drafter that can stop after any draft, as the draft-length controller asks."""
 
-    def target_ids(self, params: Any) -> Int[Array, "dv"]:
-        """Policy token of every column of the draft logits."""
-
     def begin(
-        self, params: Any, embed: Float[Array, "v d"], state: Any, sequence: Int[Array, "r"], depth: int
-    ) -> tuple[Any, Float[Array, "r dv"]]:
-        """What `advance` carries, with room for `depth` drafts, and the logits of the first."""
+        self, params: Any, embed: Float[Array, "v d"], state: Any, texts: Texts, depth: int, choose: Choose
+    ) -> tuple[Any, Choice]:
+        """What `advance` carries, with room for `depth` drafts, and the first draft: token and confidence, `[r]`."""
 
     def advance(
         self,
@@ -164,8 +194,9 @@ class ChainDrafter(Drafter, Protocol):
         carry: Any,
         tokens: Int[Array, "r"],
         step: Int[Array, ""],
-    ) -> tuple[Any, Float[Array, "r dv"]]:
-        """Take draft number `step` of every row, `tokens`; the logits of the next."""
+        choose: Choose,
+    ) -> tuple[Any, Choice]:
+        """Take draft number `step` of every row, `tokens`; the next draft."""
 
     def skip(self, state: Any, counts: Int[Array, "r"]) -> Any:
         """Pass over `counts[r]` pairs that nobody can show; where it is not 0, what was read before is forgotten."""

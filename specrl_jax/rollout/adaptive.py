@@ -84,6 +84,7 @@ class AdaptiveRound(Round):
         params: PolicyParams,
         draft_params: Any,
         rows: Rows,
+        trajectory: Trajectory,
         control: Control,
         body: Body,
         live: Bool[Array, "r"],
@@ -92,18 +93,16 @@ class AdaptiveRound(Round):
         """Draft until it is no longer worth it, and choose which drafts are verified."""
         drafter, embed, depth = self.chain_drafter, params.embed, body.depth(self.config.draft_length)
         choose, rows_count = self._chooser(rows), live.shape[0]
-        ids = drafter.target_ids(draft_params)
         budget = body.tokens - jnp.sum(live, dtype=jnp.int32)
         room = jnp.where(live, rows.limit - 1 - rows.emitted, 0)
         before = jnp.zeros((rows_count, depth), jnp.int32)
         none = jnp.zeros((rows_count, depth), jnp.float32)
-        carry, logits = drafter.begin(draft_params, embed, rows.drafter, rows.sequence, depth)
+        carry, choice = drafter.begin(draft_params, embed, rows.drafter, self.texts(rows, trajectory), depth, choose)
 
-        def drafted(step: Int[Array, ""], logits: Array, tokens: Array, confidence: Array, survival: Array) -> Any:
-            choice = choose(logits[:, None], ids, tokens[:, None, :0], 1, step)
-            token, sure = choice.token[:, 0, 0], jnp.exp(choice.confidence[:, 0])  # type: ignore[index]
+        def drafted(step: Int[Array, ""], choice: Choice, tokens: Array, confidence: Array, survival: Array) -> Any:
+            token, sure = choice.token, jnp.exp(choice.confidence)  # type: ignore[arg-type]
             above = jnp.where(step == 0, 1.0, survival[:, jnp.maximum(step - 1, 0)])
-            survives = jnp.where(step < room, above * expected_acceptance(control, sure), 0.0)
+            survives = jnp.where((step < room) & (token >= 0), above * expected_acceptance(control, sure), 0.0)
             # Of equals the shallower draft comes first, so that a row's drafts are never dealt without those before.
             return (
                 tokens.at[:, step].set(token),
@@ -119,10 +118,11 @@ class AdaptiveRound(Round):
 
         def another(state: Any) -> Any:
             step, carry, tokens, confidence, survival = state
-            carry, logits = drafter.advance(draft_params, embed, rows.drafter, carry, tokens[:, step - 1], step - 1)
-            return step + 1, carry, *drafted(step, logits, tokens, confidence, survival)
+            newest = tokens[:, step - 1]
+            carry, choice = drafter.advance(draft_params, embed, rows.drafter, carry, newest, step - 1, choose)
+            return step + 1, carry, *drafted(step, choice, tokens, confidence, survival)
 
-        first = drafted(jnp.int32(0), logits, before, none, none)
+        first = drafted(jnp.int32(0), choice, before, none, none)
         _, _, tokens, confidence, survival = lax.while_loop(more, another, (jnp.int32(1), carry, *first))
         return Dealt(tokens, confidence, allocate(survival, budget))
 
@@ -216,7 +216,7 @@ class AdaptiveRound(Round):
             )
             return self.wait(after, judged, rows), pool.with_cache(cache), trajectory, control
         rows = self.catch_up(params, draft_params, rows)
-        dealt = self.deal(params, draft_params, rows, control, body, live, rate)
+        dealt = self.deal(params, draft_params, rows, trajectory, control, body, live, rate)
         judged = self.judge_dealt(params, rows, pool, body, dealt, live)
         after, cache, trajectory = self.conclude(params, draft_params, rows, trajectory, judged, dealt.lengths)
         emitted = after.length - rows.length

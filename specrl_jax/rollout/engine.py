@@ -39,8 +39,10 @@ class RolloutEngine(SequenceQueue):
         """One round of fixed draft length, of all rows that have the pages for it, and how it was judged."""
         tree = self.config.tree
         rows, pool, live, batch = self._grown(batch, tree.size)
-        judged = self.judge(params, draft_params, rows, pool, live)
-        drafts = jnp.full_like(rows.emitted, tree.depth)
+        judged = self.judge(params, draft_params, rows, pool, batch.trajectory, live)
+        # Where a drafter had nothing to propose stands -1.
+        depths = jnp.asarray(tree.depths[1:], jnp.int32)[None]
+        drafts = jnp.max(jnp.where(judged.choice.token >= 0, depths, 0), axis=1, initial=0)
         after, cache, trajectory = self.conclude(params, draft_params, rows, batch.trajectory, judged, drafts)
         return self._closed(batch, rows, after, pool.with_cache(cache), trajectory), judged
 

@@ -70,25 +70,26 @@ def _mix(x: Array) -> Array:
 
 
 def random_bits(
-    keys: UInt32[Array, "n 2"], positions: Int[Array, "n"], token_ids: Int[Array, "v"]
+    keys: UInt32[Array, "n 2"], positions: Int[Array, "n"], token_ids: Int[Array, "*n v"]
 ) -> UInt32[Array, "n v"]:
     """32 bits for every (sequence, position, token)."""
     position = _mix(positions.astype(jnp.uint32) * jnp.uint32(0x9E3779B9) + jnp.uint32(0x85EBCA6B))
     first = _mix(keys[:, 0] + position)
     second = _mix(keys[:, 1] ^ _mix(position + first))
-    ids = token_ids.astype(jnp.uint32)[None] * jnp.uint32(0x9E3779B9)
+    token_ids = token_ids if token_ids.ndim == 2 else token_ids[None]
+    ids = token_ids.astype(jnp.uint32) * jnp.uint32(0x9E3779B9)
     return _mix(_mix(ids + first[:, None]) ^ second[:, None])
 
 
 def gumbel_noise(
-    keys: UInt32[Array, "n 2"], positions: Int[Array, "n"], token_ids: Int[Array, "v"]
+    keys: UInt32[Array, "n 2"], positions: Int[Array, "n"], token_ids: Int[Array, "*n v"]
 ) -> Float[Array, "n v"]:
     """Standard Gumbel noise `-log(-log(1 - u))` in float32.
 
     Args:
         keys: from `sequence_keys`.
         positions: index of the drawn token in its response, from 0.
-        token_ids: vocabulary entries that take part (all of them, or a draft vocabulary).
+        token_ids: vocabulary entries that take part: all of them, a draft vocabulary, or some for each draw, `[n, v]`.
     """
     # u is fine-grained near 0, where the large draws that decide an argmax come from.
     return -jnp.log(-jnp.log1p(-_uniform(random_bits(keys, positions, token_ids))))

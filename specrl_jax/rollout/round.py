@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
-from specrl_jax.drafters.protocol import Choice, Choose, Drafter
+from specrl_jax.drafters.protocol import Choice, Choose, Drafter, Texts
 from specrl_jax.errors import InputError
 from specrl_jax.models.cache import KVCache, keep_path
 from specrl_jax.models.config import PolicyConfig
@@ -99,12 +99,17 @@ class Round:
             return jnp.zeros((rows, width, 0), out.hidden.dtype)
         return out.features.reshape(rows, width, -1)
 
-    def _propose(self, params: PolicyParams, draft_params: Any, rows: Rows) -> Choice:
+    def texts(self, rows: Rows, trajectory: Trajectory) -> Texts:
+        """What the rollout has read and emitted so far."""
+        prompts = trajectory.prompts
+        return Texts(prompts.tokens, prompts.lengths, trajectory.tokens, trajectory.lengths, rows.sequence)
+
+    def _propose(self, params: PolicyParams, draft_params: Any, rows: Rows, trajectory: Trajectory) -> Choice:
         """Drafts of the round's tree, from the drafter's law after the policy's filters."""
         if self.drafter is None or not self.speculative:
             return Choice(jnp.zeros((rows.done.shape[0], 0), jnp.int32))
-        choose, tree = self._chooser(rows), self.config.tree
-        return self.drafter.propose(draft_params, params.embed, rows.drafter, rows.sequence, tree, choose)
+        choose, tree, texts = self._chooser(rows), self.config.tree, self.texts(rows, trajectory)
+        return self.drafter.propose(draft_params, params.embed, rows.drafter, texts, tree, choose)
 
     def _chooser(self, rows: Rows) -> Choose:
         """How a drafter's logits become drafts: the policy's filters, the rule's noise."""
@@ -117,26 +122,42 @@ class Round:
             seen = None if rows.seen is None else jnp.repeat(rows.seen, shape[1], axis=0)
             if seen is not None and depth:
                 seen = with_drafts(seen, before.reshape(-1, depth))
-            log_q = law.log_law(logits.reshape(len(position), -1), Context(position, seen), target_ids)
+            ids = target_ids if target_ids.ndim == 1 else target_ids.reshape(len(position), -1)
+            log_q = law.log_law(logits.reshape(len(position), -1), Context(position, seen), ids)
+            # Where the law allows none of the candidates, the first one is drafted, to be rejected.
+            only = jnp.where(jnp.arange(log_q.shape[1], dtype=jnp.int32) == 0, 0.0, -jnp.inf)
+            log_q = jnp.where(jnp.isnan(log_q), only[None], log_q)
             scores = log_q
             if not config.rule.argmax_drafts:
-                scores = law.perturbed(log_q, jnp.repeat(keys, shape[1], axis=0), position, target_ids)
-            token = target_ids[best(scores, count)]
+                scores = law.perturbed(log_q, jnp.repeat(keys, shape[1], axis=0), position, ids)
+            found = best(scores, count)
+            token = ids[found] if ids.ndim == 1 else jnp.take_along_axis(ids, found, axis=1)
             if not config.rule.needs_laws:
                 confidence = jnp.take_along_axis(log_q, best(scores), axis=1)
                 return Choice(token.reshape(*shape, count), confidence=confidence.reshape(shape))
             if config.rule.argmax_drafts or law.greedy:
                 log_law = one_hot_law(token, vocab_size)[:, 0]
             else:
-                log_law = jnp.full((len(position), vocab_size), -jnp.inf).at[:, target_ids].set(log_q)
+                log_law = jnp.full((len(position), vocab_size), -jnp.inf)
+                # Of a candidate that a node has twice only one has a law.
+                own = jnp.arange(len(position), dtype=jnp.int32)[:, None]
+                log_law = log_law.at[:, ids].set(log_q) if ids.ndim == 1 else log_law.at[own, ids].max(log_q)
             return Choice(token.reshape(*shape, count), log_law.reshape(*shape, vocab_size))
 
         return choose
 
-    def judge(self, params: PolicyParams, draft_params: Any, rows: Rows, pool: Pool, live: Bool[Array, "r"]) -> Judged:
+    def judge(
+        self,
+        params: PolicyParams,
+        draft_params: Any,
+        rows: Rows,
+        pool: Pool,
+        trajectory: Trajectory,
+        live: Bool[Array, "r"],
+    ) -> Judged:
         """Draft, verify and decide for the live rows; nothing is emitted yet."""
         tree = self.config.tree
-        choice = self._propose(params, draft_params, rows)
+        choice = self._propose(params, draft_params, rows, trajectory)
         tokens = jnp.concatenate([rows.last_token[:, None], choice.token], axis=1)
         offsets = jnp.asarray(tree.depths, jnp.int32)[None]
         # A row that is not live, and drafts beyond the last position, are padding.

@@ -91,19 +91,23 @@ class SamplingLaw:
         return self.repetition_penalty != 1.0
 
     def tempered(
-        self, logits: Float[Array, "n v"], context: Context, token_ids: Int[Array, "v"]
+        self, logits: Float[Array, "n v"], context: Context, token_ids: Int[Array, "*n v"]
     ) -> Float[Array, "n v"]:
-        """Log-law after steps 1 to 3; column `i` of the logits is vocabulary entry `token_ids[i]`."""
+        """Log-law after steps 1 to 3.
+
+        Column `i` of the logits is vocabulary entry `token_ids[i]`, or `token_ids[n, i]` where each token has its own.
+        """
+        token_ids = token_ids if token_ids.ndim == 2 else token_ids[None]
         if self.reads_history:
             if context.seen is None:
                 raise ValueError("a repetition penalty needs Context.seen")
             scaled = jnp.where(logits > 0, logits / self.repetition_penalty, logits * self.repetition_penalty)
-            logits = jnp.where(context.seen[:, token_ids], scaled, logits)
+            logits = jnp.where(_columns(context.seen, token_ids), scaled, logits)
         if self.forbidden:
-            logits = jnp.where(_among(token_ids, self.forbidden)[None], -jnp.inf, logits)
+            logits = jnp.where(_among(token_ids, self.forbidden), -jnp.inf, logits)
         if self.min_new_tokens:
             early = context.position < self.min_new_tokens
-            logits = jnp.where(early[:, None] & _among(token_ids, self.end_ids)[None], -jnp.inf, logits)
+            logits = jnp.where(early[:, None] & _among(token_ids, self.end_ids), -jnp.inf, logits)
         scale = 1.0 if self.greedy else 1.0 / self.temperature
         return jax.nn.log_softmax(logits * scale, axis=-1)
 
@@ -148,7 +152,9 @@ class SamplingLaw:
         kept = jnp.where(inside, tempered, -jnp.inf)
         return kept - jax.nn.logsumexp(kept, axis=1, keepdims=True)
 
-    def log_law(self, logits: Float[Array, "n v"], context: Context, token_ids: Int[Array, "v"]) -> Float[Array, "n v"]:
+    def log_law(
+        self, logits: Float[Array, "n v"], context: Context, token_ids: Int[Array, "*n v"]
+    ) -> Float[Array, "n v"]:
         """Log-probabilities of the next token after all steps."""
         tempered = self.tempered(logits, context, token_ids)
         return self.restrict(tempered, self.threshold(tempered))
@@ -158,7 +164,7 @@ class SamplingLaw:
         scores: Float[Array, "n v"],
         keys: UInt32[Array, "n 2"],
         positions: Int[Array, "n"],
-        token_ids: Int[Array, "v"],
+        token_ids: Int[Array, "*n v"],
     ) -> Float[Array, "n v"]:
         """Log-probabilities (up to a constant) plus noise, whose argmax is a draw; as they are at temperature 0."""
         return scores if self.greedy else scores + gumbel_noise(keys, positions, token_ids)
@@ -170,7 +176,12 @@ def with_tokens(seen: Bool[Array, "r v"], tokens: Int[Array, "r q"], which: Bool
     return seen.at[rows, jnp.where(which, tokens, seen.shape[1])].set(True, mode="drop")
 
 
-def _among(token_ids: Int[Array, "v"], wanted: tuple[int, ...]) -> Bool[Array, "v"]:
+def _columns(seen: Bool[Array, "n all"], token_ids: Int[Array, "m v"]) -> Bool[Array, "n v"]:
+    """Entries of every row; `m` is 1 where they are the same in all of them."""
+    return seen[:, token_ids[0]] if token_ids.shape[0] == 1 else jnp.take_along_axis(seen, token_ids, axis=1)
+
+
+def _among(token_ids: Int[Array, "m v"], wanted: tuple[int, ...]) -> Bool[Array, "m v"]:
     return jnp.isin(token_ids, jnp.asarray(wanted, token_ids.dtype))
 
 

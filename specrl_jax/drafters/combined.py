@@ -1,0 +1,116 @@
+"""A draft head beside suffix drafts: each draft of a row is that of whichever is surer of its own.
+
+Where a row repeats earlier text, the suffix knows further than the head; elsewhere the head goes on. The head reads
+every draft, whoever made it.
+"""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+from jaxtyping import Array, Float, Int
+
+from specrl_jax.drafters.protocol import ChainDrafter, Choice, Choose, Texts
+from specrl_jax.drafters.suffix import SuffixDrafter
+from specrl_jax.errors import InputError
+from specrl_jax.models.tree import Tree
+
+
+@struct.dataclass
+class Both:
+    """Parameters or state of the head and of the suffix drafter."""
+
+    head: Any
+    suffix: Any
+
+    @property
+    def length(self) -> Int[Array, "r"]:
+        """Pairs that have been read, where this is the state."""
+        return self.head.length
+
+
+def _surer(one: Choice, other: Choice) -> Choice:
+    """Row by row, the draft of greater confidence; the first one's of equals."""
+    assert one.confidence is not None
+    assert other.confidence is not None
+    wins = (other.confidence > one.confidence) & (other.token >= 0)
+    token = jnp.where(wins, other.token, one.token)
+    return Choice(token, confidence=jnp.where(wins, other.confidence, one.confidence))
+
+
+@dataclass(frozen=True)
+class CombinedDrafter:
+    """A head and a suffix drafter (`protocol.ChainDrafter`), in chains and under rule match; parameters are `Both`."""
+
+    head: ChainDrafter
+    suffix: SuffixDrafter = SuffixDrafter()
+
+    @property
+    def boundaries(self) -> tuple[int, ...]:
+        """Those of the head."""
+        return self.head.boundaries
+
+    def init_state(self, rows: int, capacity: int) -> Both:
+        """Empty states."""
+        return Both(self.head.init_state(rows, capacity), self.suffix.init_state(rows, capacity))
+
+    def commit(
+        self,
+        params: Both,
+        embed: Float[Array, "v d"],
+        state: Both,
+        tokens: Int[Array, "r q"],
+        features: Float[Array, "r q fd"],
+        counts: Int[Array, "r"],
+    ) -> Both:
+        """The head reads the pairs."""
+        return replace(state, head=self.head.commit(params.head, embed, state.head, tokens, features, counts))
+
+    def skip(self, state: Both, counts: Int[Array, "r"]) -> Both:
+        """The head passes over pairs."""
+        return replace(state, head=self.head.skip(state.head, counts))
+
+    def propose(
+        self,
+        params: Both,
+        embed: Float[Array, "v d"],
+        state: Both,
+        texts: Texts,
+        tree: Tree,
+        choose: Choose,
+    ) -> Choice:
+        """Propose a chain per row."""
+        if not tree.is_chain:
+            raise InputError("a head combined with suffix drafts proposes chains; choose 1 branch")
+        carry, choice = self.begin(params, embed, state, texts, tree.depth, choose)
+        drafts = [choice]
+        for step in range(tree.depth - 1):
+            newest = drafts[-1].token
+            carry, choice = self.advance(params, embed, state, carry, newest, jnp.int32(step), choose)
+            drafts.append(choice)
+        return jax.tree.map(lambda *x: jnp.stack(x, axis=1), *drafts)
+
+    def begin(
+        self, params: Both, embed: Float[Array, "v d"], state: Both, texts: Texts, depth: int, choose: Choose
+    ) -> tuple[Both, Choice]:
+        """The first draft."""
+        head, one = self.head.begin(params.head, embed, state.head, texts, depth, choose)
+        suffix, other = self.suffix.begin(params.suffix, embed, state.suffix, texts, depth, choose)
+        return Both(head, suffix), _surer(one, other)
+
+    def advance(
+        self,
+        params: Both,
+        embed: Float[Array, "v d"],
+        state: Both,
+        carry: Both,
+        tokens: Int[Array, "r"],
+        step: Int[Array, ""],
+        choose: Choose,
+    ) -> tuple[Both, Choice]:
+        """Both take the draft; the next one."""
+        head, one = self.head.advance(params.head, embed, state.head, carry.head, tokens, step, choose)
+        suffix, other = self.suffix.advance(params.suffix, embed, state.suffix, carry.suffix, tokens, step, choose)
+        return Both(head, suffix), _surer(one, other)

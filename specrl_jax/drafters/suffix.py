@@ -1,0 +1,248 @@
+"""Drafts from earlier text: n-gram and suffix decoding inside the compiled loop.
+
+What a row has written last is looked for in its own prompt and response (n-gram drafts: prompt lookup, Saxena
+2023), in what its siblings have written so far, and in responses to the same prompt in earlier epochs (suffix
+decoding, Oliaro et al., arXiv 2411.04975, per prompt as in DAS, arXiv 2511.13841). There is no tree: every place
+is compared at once, and the `candidates` longest matches vote for what followed them.
+
+A vote weighs `sharpness ** match`, so that longer matches outvote shorter ones and equals count by frequency. The
+votes are a law, and drafts are drawn from it as from a draft head's: with the policy's own noise under rule match.
+"""
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import struct
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int
+
+from specrl_jax.drafters.protocol import Choice, Choose, Texts, TextState, choose_next, propose_tree
+from specrl_jax.errors import InputError
+from specrl_jax.models.tree import Tree
+
+_NONE = -1e30  # logarithm of the weight of a place that does not match
+
+
+@struct.dataclass
+class Earlier:
+    """Responses of earlier epochs to the prompts of a rollout, in their order: `[g, e, t]`, of `lengths` tokens each.
+
+    A place without a response has length 0.
+    """
+
+    tokens: Int[Array, "g e t"]
+    lengths: Int[Array, "g e"]
+
+
+@struct.dataclass
+class Found:
+    """Places where a row's newest tokens have stood before.
+
+    follow: what stood after each, `[r, c, k]`; `left` of it are tokens, `[r, c]`. log_weight: of its vote, `[r, c]`.
+    """
+
+    follow: Int[Array, "r c k"]
+    left: Int[Array, "r c"]
+    log_weight: Float[Array, "r c"]
+
+    def votes(self, depth: int | Int[Array, ""], agree: Bool[Array, "r c"]) -> tuple[Array, Array, Array]:
+        """Candidates after `depth` drafts of those places that agree with them.
+
+        Returns:
+            ids: one per place, `[r, c]`. logits: the votes for it, where it stands first among its like, `[r, c]`.
+            total: logarithm of all votes, `[r]`; about `_NONE` where there are none.
+        """
+        ids = lax.dynamic_index_in_dim(self.follow, depth, 2, keepdims=False)
+        weight = jnp.where(agree & (depth < self.left), self.log_weight, _NONE)
+        same = ids[:, :, None] == ids[:, None, :]
+        logits = jax.nn.logsumexp(jnp.where(same, weight[:, None, :], _NONE), axis=2)
+        places = np.arange(ids.shape[1])
+        above = jnp.asarray(places[None, None, :] < places[None, :, None]) & (weight > _NONE)[:, None, :]
+        repeated = jnp.any(same & above, axis=2)
+        logits = jnp.where(repeated | (weight <= _NONE), _NONE, logits)
+        total = jax.nn.logsumexp(logits, axis=1)
+        # Without votes the law is the first candidate's, so that there is one.
+        first = jnp.asarray(places == 0)[None] & (total <= 0.5 * _NONE)[:, None]
+        return ids, jnp.where(first, 0.0, logits), total
+
+
+def _match_lengths(text: Int[Array, "r p n"], newest: Int[Array, "r m"]) -> Int[Array, "r p n"]:
+    """Tokens that end at each place and agree with the newest ones, `newest[:, 0]` the last; at most `m`."""
+    agrees = jnp.ones(text.shape, bool)
+    length = jnp.zeros(text.shape, jnp.int32)
+    for back in range(newest.shape[1]):
+        shifted = jnp.pad(text, ((0, 0), (0, 0), (back, 0)), constant_values=-2)[:, :, : text.shape[2]]
+        agrees &= shifted == newest[:, back][:, None, None]
+        length += agrees.astype(jnp.int32)
+    return length
+
+
+@dataclass(frozen=True)
+class SuffixDrafter:
+    """Proposes what followed the newest tokens before (`protocol.ChainDrafter`); its parameters are `Earlier`, or None.
+
+    siblings: look in the responses of the same prompt in this rollout too; False, and no `Earlier`, is n-gram drafts.
+    longest: tokens of a match that count. shortest: those that it takes.
+    candidates: places that vote.
+    sharpness: how much a vote weighs more for each token of its match.
+    """
+
+    siblings: bool = True
+    longest: int = 8
+    shortest: int = 2
+    candidates: int = 16
+    sharpness: float = 4.0
+
+    def __post_init__(self) -> None:
+        for name in ("shortest", "candidates"):
+            if getattr(self, name) < 1:
+                raise InputError(f"suffix drafter {name} is {getattr(self, name)}; it must be at least 1")
+        if self.longest < self.shortest:
+            raise InputError(
+                f"suffix drafter longest is {self.longest}, below shortest {self.shortest}; raise it or lower that"
+            )
+        if not 1.0 < self.sharpness <= 1000.0:
+            raise InputError(f"suffix drafter sharpness is {self.sharpness}; choose more than 1 and at most 1000")
+
+    @property
+    def boundaries(self) -> tuple[int, ...]:
+        """Reads no features."""
+        return ()
+
+    def init_state(self, rows: int, capacity: int) -> TextState:
+        """Nothing read."""
+        return TextState(jnp.zeros((rows,), jnp.int32))
+
+    def commit(
+        self,
+        params: Earlier | None,
+        embed: Float[Array, "v d"],
+        state: TextState,
+        tokens: Int[Array, "r q"],
+        features: Float[Array, "r q fd"],
+        counts: Int[Array, "r"],
+    ) -> TextState:
+        """Count the pairs."""
+        return TextState(state.length + counts)
+
+    def skip(self, state: TextState, counts: Int[Array, "r"]) -> TextState:
+        """Count the pairs."""
+        return TextState(state.length + counts)
+
+    def find(self, earlier: Earlier | None, texts: Texts, depth: int) -> Found:
+        """The best places for every row, with up to `depth` tokens after each."""
+        groups, width = texts.prompts.shape
+        samples = texts.responses.shape[0] // groups
+        sequence, group = texts.sequence, texts.sequence // samples
+        prompt, before = texts.prompts[group], texts.prompt_lengths[group]
+        response, emitted = texts.responses[sequence], texts.lengths[sequence]
+
+        # Prompt and response of a row, and the last tokens of both.
+        place = jnp.arange(width + response.shape[1], dtype=jnp.int32)[None]
+        after = jnp.clip(place - before[:, None], 0, response.shape[1] - 1)
+        padded = jnp.pad(prompt, ((0, 0), (0, response.shape[1])))
+        own = jnp.where(place < before[:, None], padded, jnp.take_along_axis(response, after, axis=1))
+        total = before + emitted
+        back = total[:, None] - 1 - jnp.arange(self.longest, dtype=jnp.int32)[None]
+        newest = jnp.where(back >= 0, jnp.take_along_axis(own, jnp.maximum(back, 0), axis=1), -1)
+        texts_and_lengths = [(own[:, None], total[:, None])]
+
+        # Other responses stand behind the end of the same prompt.
+        others = []
+        if self.siblings and samples > 1:
+            written = texts.responses.reshape(groups, samples, -1)[group]
+            index = jnp.arange(samples, dtype=jnp.int32)[None]
+            lengths = texts.lengths.reshape(groups, samples)[group]
+            others.append((written, jnp.where(index == (sequence % samples)[:, None], 0, lengths)))
+        if earlier is not None:
+            others.append((earlier.tokens[group], earlier.lengths[group]))
+        tail = before[:, None] - self.longest + jnp.arange(self.longest, dtype=jnp.int32)[None]
+        end = jnp.where(tail >= 0, jnp.take_along_axis(prompt, jnp.maximum(tail, 0), axis=1), -2)
+        for written, lengths in others:
+            beginning = jnp.broadcast_to(end[:, None], (*written.shape[:2], self.longest))
+            behind = jnp.where(lengths > 0, self.longest + lengths, 0)
+            texts_and_lengths.append((jnp.concatenate([beginning, written], axis=2), behind))
+        return self._best(texts_and_lengths, newest, depth)
+
+    def _best(self, parts: list[tuple[Array, Array]], newest: Int[Array, "r m"], depth: int) -> Found:
+        """Votes of the longest matches of all parts: texts `[r, p, n]` and their lengths `[r, p]`."""
+        rows = newest.shape[0]
+        places = []
+        for text, lengths in parts:
+            after = lengths[:, :, None] - 1 - jnp.arange(text.shape[2], dtype=jnp.int32)[None, None]
+            match = jnp.where(after > 0, _match_lengths(text, newest), 0)
+            places.append([values.reshape(rows, -1) for values in (text, match, after)])
+        text, match, after = (jnp.concatenate(values, axis=1) for values in zip(*places, strict=True))
+        length, where = lax.top_k(match, min(self.candidates, match.shape[1]))
+        steps = jnp.arange(1, depth + 1, dtype=jnp.int32)[None, None]
+        index = jnp.minimum(where[:, :, None] + steps, text.shape[1] - 1)
+        follow = jnp.take_along_axis(text, index.reshape(rows, -1), axis=1).reshape(index.shape)
+        weight = length.astype(jnp.float32) * float(np.log(self.sharpness))
+        weight = jnp.where(length >= self.shortest, weight, _NONE)
+        return Found(follow, jnp.take_along_axis(after, where, axis=1), weight)
+
+    def _checked(self, choice: Choice, total: Float[Array, "*n"]) -> Choice:
+        """No draft where there are no votes, and little confidence where there are few."""
+        doubt = float((self.shortest + 1) * np.log(self.sharpness))
+        confidence = choice.confidence
+        if confidence is not None:
+            confidence = confidence + jax.nn.log_sigmoid(total - doubt)
+        if choice.log_law is not None:
+            return choice
+        total = total.reshape(*total.shape, *[1] * (choice.token.ndim - total.ndim))
+        return Choice(jnp.where(total > 0.5 * _NONE, choice.token, -1), confidence=confidence)
+
+    def propose(
+        self,
+        params: Earlier | None,
+        embed: Float[Array, "v d"],
+        state: TextState,
+        texts: Texts,
+        tree: Tree,
+        choose: Choose,
+    ) -> Choice:
+        """Propose a tree of tokens per row."""
+        found = self.find(params, texts, tree.depth)
+
+        def below(nodes: tuple[int, ...], before: Int[Array, "r m d"], count: int) -> Choice:
+            agree = jnp.all(found.follow[:, None, :, : before.shape[2]] == before[:, :, None], axis=3)
+            votes = [found.votes(before.shape[2], agree[:, i]) for i in range(len(nodes))]
+            ids, logits, total = (jnp.stack(values, axis=1) for values in zip(*votes, strict=True))
+            return self._checked(choose(logits, ids, before, count), total)
+
+        return propose_tree(tree, below, texts.sequence.shape[0])
+
+    def begin(
+        self,
+        params: Earlier | None,
+        embed: Float[Array, "v d"],
+        state: TextState,
+        texts: Texts,
+        depth: int,
+        choose: Choose,
+    ) -> tuple[tuple[Found, Array], Choice]:
+        """Look for the newest tokens; the first draft."""
+        found = self.find(params, texts, depth)
+        agree = jnp.ones(found.left.shape, bool)
+        return (found, agree), self._next(found, agree, jnp.int32(0), choose)
+
+    def advance(
+        self,
+        params: Earlier | None,
+        embed: Float[Array, "v d"],
+        state: TextState,
+        carry: tuple[Found, Array],
+        tokens: Int[Array, "r"],
+        step: Int[Array, ""],
+        choose: Choose,
+    ) -> tuple[tuple[Found, Array], Choice]:
+        """Places that went on otherwise lose their votes."""
+        found, agree = carry
+        agree &= lax.dynamic_index_in_dim(found.follow, step, 2, keepdims=False) == tokens[:, None]
+        return (found, agree), self._next(found, agree, step + 1, choose)
+
+    def _next(self, found: Found, agree: Bool[Array, "r c"], step: Int[Array, ""], choose: Choose) -> Choice:
+        ids, logits, total = found.votes(step, agree)
+        return self._checked(choose_next(choose, logits, ids, step), total)

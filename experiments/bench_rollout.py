@@ -37,6 +37,8 @@ from experiments.bench_work import Lengths, Work, WorkFlags, WorkOptions, make_w
 from experiments.common import Run, RunOptions, check_least, progress, run_main
 from experiments.expand import Pair
 from experiments.outputs import check_output, markdown_table, open_output, provenance, write_results
+from experiments.rollout_options import Drafts, drafter_for
+from specrl_jax.drafters.combined import params_for
 from specrl_jax.errors import InputError
 from specrl_jax.models.numerics import Numerics
 from specrl_jax.rollout.config import RolloutConfig
@@ -66,6 +68,10 @@ class Config(OneDevice):
     lengths: Lengths = "long-tailed"
     draft_lengths: tuple[int, ...] = (3,)
     """Fixed draft lengths to compare with."""
+    drafts: Drafts = "head"
+    """Where drafts come from; suffix drafts look in the text itself and in its siblings (`--samples`)."""
+    samples: int = 1
+    """Responses to each prompt."""
     branches: int = 1
     """Above 1, trees of the fixed draft lengths too, with so many candidates at each depth."""
     longest: int = 7
@@ -79,12 +85,16 @@ class Config(OneDevice):
     repeats: int = 15
 
     def __post_init__(self) -> None:
-        check_least("", self, repeats=3, sequences=0, longest=1, branches=1)
+        check_least("", self, repeats=3, sequences=0, longest=1, branches=1, samples=1)
         if not all(0.0 <= s < 1.0 for s in self.survival):
             raise InputError(f"--survival is {self.survival}; choose probabilities from 0 (real acceptance) to below 1")
         task = self.work.task
         if task is not None and (self.model.policy is None or self.survival != (0.0,)):
             raise InputError(f"--task {task} is for the real acceptance of --policy and --survival 0; give both")
+        if any(count % self.samples for count in (self.rows if not self.sequences else (self.sequences,))):
+            raise InputError(f"--samples is {self.samples}, which does not divide the sequences; choose a divisor")
+        if self.random_drafter and self.drafts != "head":
+            raise InputError("--random-drafter is a head; give it with --drafts head")
         if self.branches > 1 and any(self.survival):
             raise InputError(f"--branches {self.branches} is for real acceptance; give --survival 0")
         if min(self.draft_lengths, default=0) < 1 or not self.survival:
@@ -141,23 +151,23 @@ def rollout_of(config: Config, pair: Pair, work: Work, rows: int, k: int, rule: 
     """The engine of one arm."""
     ladder = (1.0, 0.25, 0.0625) if config.ladder else (1.0,)
     settings = RolloutConfig(
-        work.longest, 1, k, work.law, rule, adaptive=adaptive, rows=rows, ladder=ladder, smallest_rung=1
+        work.longest, config.samples, k, work.law, rule, adaptive=adaptive, rows=rows, ladder=ladder, smallest_rung=1
     )
-    return RolloutEngine(pair.policy, settings, Numerics(), drafter_of(pair) if k else None)
+    return RolloutEngine(pair.policy, settings, Numerics(), drafter_for(config.drafts, drafter_of(pair)) if k else None)
 
 
 def fixed_arm(engine: RolloutEngine, pair: Pair, work: Work) -> Arm:
     """A fixed draft length."""
     program = jax.jit(engine.rollout)
-    draft = pair.draft if engine.speculative else None
-    keys = noise_keys(work.prompts)
+    draft = params_for(engine.drafter, pair.draft) if engine.speculative else None
+    keys = noise_keys(work.prompts, engine.config.samples_per_prompt)
     return Arm(engine, lambda: program(pair.params, draft, work.prompts, keys, jnp.asarray(work.limits)))
 
 
 def adaptive_arm(engine: RolloutEngine, pair: Pair, draft: Any, work: Work, control: Any) -> Arm:
     """The controller. Every rollout starts with what the one before learned, as in training."""
     program = jax.jit(engine.rollout)
-    keys, state = noise_keys(work.prompts), [control]
+    keys, state = noise_keys(work.prompts, engine.config.samples_per_prompt), [control]
 
     def call() -> Trajectory:
         trajectory = program(pair.params, draft, work.prompts, keys, jnp.asarray(work.limits), state[0])
@@ -182,14 +192,15 @@ def measure(pair: Pair, config: Config, rows: int, work: Work, survival: float, 
     chosen = rollout_of(config, pair, work, rows, config.longest, rule, adaptive=True)
     path = Path(f"{config.costs}.{rows}.json") if config.costs else None
     context = work.prompts.tokens.shape[1] + 64
-    control = costs_at(path, chosen, pair.params, pair.draft, rows, context)
+    draft = params_for(chosen.drafter, pair.draft)
+    control = costs_at(path, chosen, pair.params, draft, rows, context)
     fixed = {"0": fixed_arm(rollout_of(config, pair, work, rows, 0, Match(), False), pair, work)}
     for k in config.draft_lengths:
         fixed[str(k)] = fixed_arm(rollout_of(config, pair, work, rows, k, rule, False), pair, work)
         if config.branches > 1:
             engine = rollout_of(config, pair, work, rows, k, Match(branches=config.branches), False)
             fixed[f"{k}, {config.branches} branches"] = fixed_arm(engine, pair, work)
-    arms = fixed | {"adaptive": adaptive_arm(chosen, pair, pair.draft, work, control)}
+    arms = fixed | {"adaptive": adaptive_arm(chosen, pair, draft, work, control)}
     if config.random_drafter:
         random = random_head(pair.draft, config.run.seed)
         engine = rollout_of(config, pair, work, rows, config.longest, Match(), adaptive=True)
@@ -210,6 +221,7 @@ def measure(pair: Pair, config: Config, rows: int, work: Work, survival: float, 
         "longest_response": int(lengths.max()),
         "prompt_tokens": int(work.prompts.tokens.shape[1]),
         "ladder": config.ladder,
+        "drafts": config.drafts,
         "synthetic_survival": survival or None,
     }
     table = []
@@ -236,7 +248,7 @@ def main(config: Config) -> None:
     """Measure, write and print."""
     check_output(config.run, SCRIPT, policy=config.model.policy, drafter=config.model.drafter, data=config.work.data)
     source = (config.model.policy, config.model.target.vocab_size, config.lengths, config.run.seed)
-    works = {rows: make_work(config.work, config.sequences or rows, *source) for rows in config.rows}
+    works = {rows: make_work(config.work, config.sequences or rows, *source, config.samples) for rows in config.rows}
     out = open_output(config.run, config, SCRIPT)
     pair = open_expanded(config.model, config.run.seed)
     floors = {rows: measure_floors(pair, rows, config.longest) for rows in config.rows}

@@ -88,9 +88,15 @@ def noise_keys(prompts: Prompts, samples: int = 1, seed: int = 0) -> UInt32[Arra
 
 
 def make_work(
-    options: WorkOptions, count: int, policy: str | None, vocab_size: int, lengths: Lengths, seed: int
+    options: WorkOptions,
+    count: int,
+    policy: str | None,
+    vocab_size: int,
+    lengths: Lengths,
+    seed: int,
+    samples: int = 1,
 ) -> Work:
-    """`count` sequences; all that is random is fixed by the seed.
+    """`count` sequences, `samples` to a prompt; all that is random is fixed by the seed.
 
     Args:
         policy: folder with the tokenizer of a task. vocab_size: of random prompts. lengths: where there is no task.
@@ -101,14 +107,14 @@ def make_work(
     rng = np.random.default_rng(seed)
     if options.task is not None:
         assert policy is not None
-        return _task_work(options, policy, count, rng)
+        return _task_work(options, policy, count, samples, rng)
     limits = long_tailed(rng, count) if lengths == "long-tailed" else np.full(count, options.tokens, np.int32)
-    return Work(random_prompts(rng, count, options.prompt_tokens, vocab_size), limits)
+    return Work(random_prompts(rng, count // samples, options.prompt_tokens, vocab_size), limits)
 
 
-def _task_work(options: WorkOptions, policy: str, count: int, rng: np.random.Generator) -> Work:
+def _task_work(options: WorkOptions, policy: str, sequences: int, samples: int, rng: np.random.Generator) -> Work:
     """Held-out prompts of a task, the branchy ones evenly between the others."""
-    tokenizer = load_tokenizer(policy)
+    tokenizer, count = load_tokenizer(policy), sequences // samples
     problem = ProblemOptions(options.task, options.data, problems=count, max_prompt_tokens=options.prompt_tokens)
     problems = open_problems(problem, tokenizer)
     prompts, _ = problems.held_out("test", count)
@@ -119,4 +125,4 @@ def _task_work(options: WorkOptions, policy: str, count: int, rng: np.random.Gen
         branchy = np.diff(np.floor(options.branchy * np.arange(count + 1))) > 0
         tokens[branchy] = rng.integers(2, len(tokenizer), (int(branchy.sum()), tokens.shape[1]))
     prompts = replace(prompts, tokens=jnp.asarray(tokens))
-    return Work(prompts, np.full(count, options.tokens, np.int32), problems.end_ids)
+    return Work(prompts, np.full(sequences, options.tokens, np.int32), problems.end_ids)

@@ -17,6 +17,7 @@ from experiments.setup import arithmetic_workload, default_numerics, draft_head_
 from specrl_jax.data.jsonl import load_examples
 from specrl_jax.data.prompts import Prompts
 from specrl_jax.data.tokenizers import arithmetic_tokenizer, load_tokenizer
+from specrl_jax.drafters.combined import params_for
 from specrl_jax.drafters.eagle3 import Eagle3Drafter
 from specrl_jax.drafters.eagle3_folder import load_drafter
 from specrl_jax.drafters.eagle3_params import Eagle3Params, init_eagle3
@@ -122,8 +123,11 @@ class Model:
         draft_length = sampling.speculation.draft_length
         if sampling.speculation.adaptive:
             raise InputError("--adaptive needs a cost table, which train_grpo keeps; choose a --draft-length")
+        drafter = sampling.speculation.drafter(self.drafter)
+        if drafter is None and sampling.speculation.drafts == "head+suffix":
+            raise InputError("--drafts head+suffix needs the head's folder; give --drafter")
         if draft_length is None:
-            draft_length = 0 if self.drafter is None else 3
+            draft_length = 0 if drafter is None else 3
         rollout = RolloutConfig(
             max_new_tokens=sampling.max_new_tokens,
             samples_per_prompt=sampling.samples,
@@ -131,7 +135,7 @@ class Model:
             law=sampling.law.law(end_ids(self.tokenizer)),
             rule=sampling.speculation.verification,
         )
-        return RolloutEngine(self.policy, rollout, self.numerics, self.drafter if draft_length else None)
+        return RolloutEngine(self.policy, rollout, self.numerics, drafter if draft_length else None)
 
     def initialised(self, seed: int) -> "Model":
         """With weights, on every device of the mesh."""
@@ -217,11 +221,12 @@ def sample(model: Model, engine: RolloutEngine, prompts: Prompts, seed: int, bat
         raise ValueError("the model has no weights; call initialised first")
     count, samples = len(prompts.lengths), engine.config.samples_per_prompt
     sampler = Sampler(engine, model.mesh, "evaluation", seed, _per_call(count, batch // samples))
-    sampler.compile(model.params, model.draft, prompts)
+    draft = params_for(engine.drafter, model.draft)
+    sampler.compile(model.params, draft, prompts)
     seconds, parts = 0.0, []
     with progress("prompts", count) as advance:
         start = time.perf_counter()
-        for part in sampler.batches(model.params, model.draft, prompts):
+        for part in sampler.batches(model.params, draft, prompts):
             seconds += time.perf_counter() - start
             parts.append(part)
             advance(len(part.prompts.lengths), f"{int(part.lengths.sum())} tokens")

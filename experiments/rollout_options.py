@@ -5,9 +5,23 @@ from typing import Annotated, Literal
 
 import tyro
 
+from specrl_jax.drafters.combined import CombinedDrafter
+from specrl_jax.drafters.eagle3 import Eagle3Drafter
+from specrl_jax.drafters.protocol import ChainDrafter
+from specrl_jax.drafters.suffix import SuffixDrafter
 from specrl_jax.errors import InputError
 from specrl_jax.rollout.rules import Block, Match, Ratio, Rule
 from specrl_jax.rollout.sampling import SamplingLaw
+
+Drafts = Literal["head", "ngram", "suffix", "head+suffix"]
+
+
+def drafter_for(drafts: Drafts, head: Eagle3Drafter | None) -> ChainDrafter | None:
+    """What proposes drafts of a kind; None where it needs a head and there is none."""
+    text = SuffixDrafter(siblings=drafts != "ngram")
+    if drafts == "head" or (drafts == "head+suffix" and head is None):
+        return head
+    return CombinedDrafter(head, text) if drafts == "head+suffix" and head is not None else text
 
 
 @dataclass(frozen=True)
@@ -49,6 +63,9 @@ class SpeculationOptions:
 
     draft_length: int | None = None
     """Drafts per round on the longest path, 0 for none; by default 3 with a drafter."""
+    drafts: Drafts = "head"
+    """head: of a draft head; ngram: from the prompt and the response itself; suffix: from the other responses to the
+    prompt too, those of earlier epochs included; head+suffix: of whichever is surer."""
     adaptive: bool = False
     """Let costs and acceptance choose the drafts of every round, up to --draft-length (7 by default)."""
     rule: Literal["match", "ratio", "block"] = "match"
@@ -71,7 +88,23 @@ class SpeculationOptions:
             raise InputError("--tree is full with --branches 1, a chain; choose more branches")
         if self.adaptive and (self.rule != "match" or self.branches > 1 or self.draft_length == 0):
             raise InputError("--adaptive chooses the length of chains under --rule match; leave out what is against it")
+        if self.drafts == "head+suffix" and (self.rule != "match" or self.branches > 1):
+            raise InputError("--drafts head+suffix are chains under --rule match; leave out what is against it")
         _ = self.verification
+
+    @property
+    def with_head(self) -> bool:
+        """Whether a draft head takes part."""
+        return self.drafts in ("head", "head+suffix")
+
+    @property
+    def with_history(self) -> bool:
+        """Whether drafts are looked for in responses of earlier epochs."""
+        return self.drafts in ("suffix", "head+suffix")
+
+    def drafter(self, head: Eagle3Drafter | None) -> ChainDrafter | None:
+        """What proposes drafts, the head given; None where there is none and one is needed."""
+        return drafter_for(self.drafts, head)
 
     @property
     def verification(self) -> Rule:

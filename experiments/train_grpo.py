@@ -35,10 +35,12 @@ from experiments.setup import (
     resolve_mesh,
 )
 from experiments.train_options import PRESETS, Config
+from specrl_jax.drafters.combined import head_of, params_for
 from specrl_jax.drafters.eagle3 import Eagle3Drafter
 from specrl_jax.drafters.eagle3_folder import load_drafter, save_drafter
 from specrl_jax.drafters.eagle3_params import Eagle3Params, init_eagle3, select_draft_vocab
 from specrl_jax.drafters.eagle3_training import DraftLossConfig
+from specrl_jax.drafters.suffix import History, init_history
 from specrl_jax.models.config import PolicyConfig
 from specrl_jax.models.huggingface import save_policy
 from specrl_jax.models.numerics import Numerics
@@ -67,7 +69,7 @@ from specrl_jax.training.sampling import Sampler, sample_all
 from specrl_jax.training.speculation import response_metrics
 from specrl_jax.training.stages import run_stage
 from specrl_jax.training.supervised import SupervisedTraining
-from specrl_jax.training.workloads import Workload, response_text
+from specrl_jax.training.workloads import JsonlWorkload, Workload, response_text
 
 SCRIPT = "train_grpo"
 
@@ -101,7 +103,8 @@ class Session:
             rule=self.config.speculation.verification,
             adaptive=adaptive,
         )
-        return RolloutEngine(self.policy, rollout, self.numerics, self.drafter if draft_length else None)
+        drafter = self.config.speculation.drafter(self.drafter) if draft_length else None
+        return RolloutEngine(self.policy, rollout, self.numerics, drafter)
 
     @property
     def scorer(self) -> Scorer:
@@ -118,7 +121,7 @@ class Session:
     def program(self, draft_length: int) -> GrpoProgram:
         """The GRPO step with a draft length of its own."""
         config, draft = self.config, self.config.draft
-        online = draft.online and draft_length > 0
+        online = draft.online and draft_length > 0 and config.speculation.with_head
         update = UpdateConfig(
             loss=config.loss,
             optimizer=config.optimizer.for_updates(config.steps * config.updates_per_rollout * config.epochs),
@@ -245,10 +248,25 @@ class Examiner:
         """Share of right answers with its 95% half-width, which answers were right, and what the responses are like."""
         workload = self.session.workload
         prompts, problems = workload.held_out(split, self.session.config.eval_problems)
-        trajectory = sample_all(self._sampler, params, self.draft if draft is None else draft, prompts)
+        # Earlier responses are to the prompts that the policy is trained on.
+        head = self.draft if draft is None else head_of(draft)
+        draft = session_draft(self.session, head)
+        trajectory = sample_all(self._sampler, params, draft, prompts)
         right = (workload.rewards(problems, trajectory) >= RIGHT).astype(np.float64)
         accuracy, half_width = mean_ci95(right)
         return {"accuracy": accuracy, "accuracy_ci95": half_width, "right": right, **response_metrics(trajectory)}
+
+
+def session_draft(session: Session, head: Eagle3Params | None, history: History | None = None) -> Any:
+    """Parameters of the run's drafter."""
+    return params_for(session.config.speculation.drafter(session.drafter), head, history)
+
+
+def empty_history(session: Session) -> History | None:
+    """Room for earlier responses; None where nobody looks, or no prompt comes again."""
+    if not session.config.speculation.with_history or not isinstance(session.workload, JsonlWorkload):
+        return None
+    return init_history(session.workload.rows, session.config.history, session.config.max_new_tokens)
 
 
 @dataclass(frozen=True)
@@ -256,7 +274,7 @@ class Start:
     """What every arm starts from."""
 
     params: PolicyParams
-    draft: Eagle3Params | None
+    draft: Any
     reference: PolicyParams | None
 
 
@@ -312,8 +330,9 @@ def run_arm(session: Session, label: str, folder: Path, draft_length: int, start
     models = ("policy",) if config.eval_every else ("policy", "policy_best")
     for name in models:
         save_policy(folder / name, report.state.params, session.policy, session.workload.tokenizer)
-    if report.state.draft is not None:
-        save_drafter(folder / "drafter", session.drafter, report.state.draft)
+    head = head_of(report.state.draft)
+    if head is not None:
+        save_drafter(folder / "drafter", session.drafter, head)
     return Arm(label, folder, draft_length, report, program)
 
 
@@ -349,7 +368,7 @@ def open_session(config: Config) -> tuple[Session, PolicyParams | None, Eagle3Pa
     session.program(session.draft_length).step.engine.check_prompt_width(workload.prompt_width)
     if params is None:
         check_warm_up(config.warmup, mesh)
-    if draft is None and session.draft_length:
+    if draft is None and config.trains_head:
         check_draft_training(config.draft, workload, mesh)
     return session, params, draft
 
@@ -363,10 +382,12 @@ def main(config: Config) -> None:
     model_key, draft_key = jax.random.split(jax.random.key(config.run.seed))
     if params is None:
         params = warm_up(session, init_params(model_key, session.policy), out)
-    if draft is None and session.draft_length:
+    if draft is None and config.trains_head:
         draft = train_draft_head(session, params, draft_key, out)
         save_drafter(out / "drafter", session.drafter, draft)
-    start_from = Start(params, draft, params if config.loss.kl_coef > 0 else None)
+    start_from = Start(
+        params, session_draft(session, draft, empty_history(session)), params if config.loss.kl_coef > 0 else None
+    )
     runs = [("GRPO", out, session.draft_length)]
     if config.compare and session.draft_length:
         runs.append(("GRPO without speculation", out / "baseline", 0))

@@ -108,6 +108,8 @@ class Config:
     max_new_tokens: int = 224
     law: LawFlags = LawOptions()
     speculation: SpeculationFlags = SpeculationOptions()
+    history: int = 32
+    """Earlier responses of a prompt that suffix drafts look in (jsonl tasks, whose prompts come again)."""
     couple_epochs: bool = False
     """Give a prompt the same noise in every epoch: its earlier response, replayed (drafters/replay.py), is then a
     likely draft."""
@@ -139,7 +141,7 @@ class Config:
 
     def __post_init__(self) -> None:
         check_least("", self, steps=1, scan_steps=1, prompts=1, samples=2, max_prompt_tokens=1, data_limit=1)
-        check_least("", self, updates_per_rollout=1, epochs=1)
+        check_least("", self, updates_per_rollout=1, epochs=1, history=1)
         check_least("", self, eval_problems=2, eval_every=0, sample_every=0)
         if self.law.temperature == 0.0:
             raise InputError("--temperature is 0.0: all responses of a group would be one; choose a value above 0")
@@ -159,7 +161,14 @@ class Config:
             raise InputError(f"--loss-on full is not the law that responses are drawn from and {needs}")
         if self.couple_epochs and (self.task == "arithmetic" or self.speculation.rule != "match"):
             raise InputError("--couple-epochs needs --task jsonl, whose prompts come again, and --rule match")
+        if self.drafter is not None and not self.speculation.with_head:
+            raise InputError(f"--drafts {self.speculation.drafts} does not use --drafter; leave one of them out")
         check_reporters(tensorboard=self.tensorboard, wandb=self.wandb)
+
+    @property
+    def trains_head(self) -> bool:
+        """Whether a draft head drafts."""
+        return self.speculation.draft_length != 0 and self.speculation.with_head
 
     def fits(self, devices: int) -> bool:
         """Whether every batch of the run splits over so many devices and into its microbatches."""
@@ -167,9 +176,9 @@ class Config:
         batches = [(self.prompts * self.samples, parts * self.microbatch.rows)]
         if self.policy is None:
             batches.append((self.warmup.batch, devices * self.warmup.microbatch.rows))
-        if self.speculation.draft_length != 0 and self.drafter is None:
+        if self.trains_head and self.drafter is None:
             batches.append((self.draft.batch, devices * self.draft.microbatch.rows))
-        if self.speculation.draft_length != 0 and self.draft.online:
+        if self.trains_head and self.draft.online:
             kept = batches[0][0] // (devices * self.microbatch.rows) * self.draft.online_sequences
             batches.append((kept, self.draft.microbatch.rows))
         return self.prompts % parts == 0 and all(count % divisor == 0 for count, divisor in batches)

@@ -10,7 +10,7 @@ from tiny import INVARIANT, POLICY, VOCAB, keys_of, random_eagle3, tiny_params, 
 
 from specrl_jax.drafters.combined import Both, CombinedDrafter
 from specrl_jax.drafters.protocol import ChainDrafter, Choice, Texts
-from specrl_jax.drafters.suffix import Earlier, SuffixDrafter
+from specrl_jax.drafters.suffix import History, SuffixDrafter, init_history, remember
 from specrl_jax.errors import InputError
 from specrl_jax.models.tree import Tree
 from specrl_jax.rollout.config import RolloutConfig
@@ -41,15 +41,16 @@ def random_texts(seed, samples=2, groups=3, width=9, length=14, vocab=3):
     return Texts(
         prompts=jnp.asarray(rng.integers(0, vocab, (groups, width)), jnp.int32),
         prompt_lengths=jnp.asarray(rng.integers(1, width + 1, groups), jnp.int32),
+        row_ids=jnp.asarray([4, 0, 9][:groups] + list(range(10, 7 + groups)), jnp.uint32),
         responses=jnp.asarray(rng.integers(0, vocab, (count, length)), jnp.int32),
         lengths=jnp.asarray(rng.integers(0, length + 1, count), jnp.int32),
         sequence=jnp.asarray(rng.permutation(count), jnp.int32),
     )
 
 
-def by_hand(drafter, texts, earlier, sequence, drafts):
+def by_hand(drafter, texts, history, sequence, drafts):
     """Look at every place of every text, one after the other; drafts until no place votes."""
-    texts, earlier = jax.device_get((texts, earlier))
+    texts, history = jax.device_get((texts, history))
     samples = len(texts.responses) // len(texts.prompts)
     group = sequence // samples
     prompt = texts.prompts[group][: texts.prompt_lengths[group]].tolist()
@@ -59,8 +60,9 @@ def by_hand(drafter, texts, earlier, sequence, drafts):
     tail = prompt[-drafter.longest :]
     others = [written[i] for i in range(group * samples, (group + 1) * samples) if i != sequence]
     others = others if drafter.siblings else []
-    if earlier is not None:
-        others += [t[:n].tolist() for t, n in zip(earlier.tokens[group], earlier.lengths[group], strict=True)]
+    row = int(texts.row_ids[group])
+    if history is not None and row < len(history.count):
+        others += [t[:n].tolist() for t, n in zip(history.tokens[row], history.lengths[row], strict=True)]
     places = []
     for text in [own, *(tail + other for other in others if other)]:
         for j in range(len(text) - 1):
@@ -83,28 +85,30 @@ def by_hand(drafter, texts, earlier, sequence, drafts):
 
 
 @pytest.mark.parametrize("siblings", [True, False])
-@pytest.mark.parametrize("with_earlier", [True, False])
+@pytest.mark.parametrize("with_history", [True, False])
 @pytest.mark.parametrize("seed", range(3))
-def test_drafts_are_those_of_brute_force(seed, siblings, with_earlier):
+def test_drafts_are_those_of_brute_force(seed, siblings, with_history):
     texts, drafts = random_texts(seed), 4
     rng = np.random.default_rng(seed)
-    earlier = None
-    if with_earlier:
-        tokens, lengths = rng.integers(0, 3, (3, 2, 11)), rng.integers(0, 12, (3, 2))
-        earlier = Earlier(jnp.asarray(tokens, jnp.int32), jnp.asarray(lengths, jnp.int32))
+    history = None
+    if with_history:
+        # The prompt of row 9 is beyond the history.
+        tokens, lengths = rng.integers(0, 3, (6, 2, 11)), rng.integers(0, 12, (6, 2))
+        count = jnp.zeros((6,), jnp.int32)
+        history = History(jnp.asarray(tokens, jnp.int32), jnp.asarray(lengths, jnp.int32), count)
     drafter = SuffixDrafter(siblings=siblings, longest=5, candidates=200)
     state = drafter.init_state(6, 1)
-    chain = drafter.propose(earlier, jnp.zeros((1, 1)), state, texts, Tree.chain(drafts), likeliest).token
-    carry, choice = drafter.begin(earlier, jnp.zeros((1, 1)), state, texts, drafts, likeliest)
+    chain = drafter.propose(history, jnp.zeros((1, 1)), state, texts, Tree.chain(drafts), likeliest).token
+    carry, choice = drafter.begin(history, jnp.zeros((1, 1)), state, texts, drafts, likeliest)
     stepwise = [choice.token]
     for step in range(drafts - 1):
         arguments = (carry, stepwise[-1], jnp.int32(step), likeliest)
-        carry, choice = drafter.advance(earlier, jnp.zeros((1, 1)), state, *arguments)
+        carry, choice = drafter.advance(history, jnp.zeros((1, 1)), state, *arguments)
         stepwise.append(choice.token)
     np.testing.assert_array_equal(chain, jnp.stack(stepwise, axis=1))
     lengths = []
     for row, sequence in enumerate(np.asarray(texts.sequence)):
-        expected = by_hand(drafter, texts, earlier, int(sequence), drafts)
+        expected = by_hand(drafter, texts, history, int(sequence), drafts)
         lengths.append(len(expected))
         assert chain[row].tolist() == expected + [-1] * (drafts - len(expected))
     assert max(lengths) == drafts
@@ -127,10 +131,26 @@ def plain():
     return rolled_out(engine_of(0, None))
 
 
-def earlier_of(trajectory):
-    shape = (GROUPS, SAMPLES)
-    lengths = jnp.asarray(trajectory.lengths.reshape(shape))
-    return Earlier(jnp.asarray(trajectory.tokens.reshape(*shape, -1)), lengths)
+def history_of(trajectory):
+    """After one rollout of the prompts."""
+    history = init_history(int(PROMPTS.row_ids.max()) + 1, SAMPLES, NEW)
+    return remember(history, PROMPTS.row_ids, jnp.asarray(trajectory.tokens), jnp.asarray(trajectory.lengths))
+
+
+def test_history_keeps_the_newest():
+    history, kept = init_history(3, 4, 2), []
+    for epoch in range(3):
+        responses = jnp.asarray([[10 * epoch + i, 1] for i in range(6)], jnp.int32)
+        lengths = jnp.asarray([1, 2, 2, 1, 2, 2], jnp.int32)
+        history = jax.jit(remember)(history, jnp.asarray([2, 5, 0], jnp.uint32), responses, lengths)
+        kept.append(responses[:2, 0].tolist())
+    assert history.count.tolist() == [6, 0, 6]
+    assert sorted(history.tokens[2, :, 0].tolist()) == sorted(kept[1] + kept[2])
+    assert sorted(history.lengths[2].tolist()) == [1, 1, 2, 2]
+    assert not history.tokens[1].any()
+    # More samples than places: the last ones stay.
+    history = remember(init_history(1, 2, 2), jnp.zeros((1,), jnp.uint32), responses[:3], lengths[:3])
+    assert sorted(history.tokens[0, :, 0].tolist()) == responses[1:3, 0].tolist()
 
 
 def assert_same(ours, expected):
@@ -141,8 +161,8 @@ def assert_same(ours, expected):
 @pytest.mark.parametrize("case", ["chain", "tree", "few rows", "adaptive", "with a head", "adaptive with a head"])
 def test_the_policy_s_tokens_whatever_is_found(case):
     expected = plain()
-    earlier = earlier_of(expected)
-    drafter, draft = SuffixDrafter(shortest=1), earlier
+    history = history_of(expected)
+    drafter, draft = SuffixDrafter(shortest=1), history
     settings = {}
     if case == "tree":
         settings = {"rule": Match(branches=2)}
@@ -152,7 +172,7 @@ def test_the_policy_s_tokens_whatever_is_found(case):
         settings = {"adaptive": True, "rows": 4}
     if case.endswith("head"):
         head, weights = random_eagle3()
-        drafter, draft = CombinedDrafter(head, drafter), Both(weights, earlier)
+        drafter, draft = CombinedDrafter(head, drafter), Both(weights, history)
     assert isinstance(drafter, ChainDrafter)
     trajectory = rolled_out(engine_of(3, drafter, **settings), draft)
     assert_same(trajectory, expected)
@@ -192,11 +212,11 @@ def test_more_to_read_more_accepted():
     """Sharing the noise of an earlier epoch, its text is known by heart; without it there is little to find."""
     expected = plain()
     length = {}
-    for name, drafter, earlier in (
+    for name, drafter, history in (
         ("n-gram", SuffixDrafter(siblings=False, shortest=1), None),
-        ("earlier", SuffixDrafter(siblings=False, shortest=1), earlier_of(expected)),
+        ("earlier", SuffixDrafter(siblings=False, shortest=1), history_of(expected)),
     ):
-        stats = rolled_out(engine_of(3, drafter), earlier).stats
+        stats = rolled_out(engine_of(3, drafter), history).stats
         length[name] = speculation_metrics(stats)["acceptance_length"]
     assert length["earlier"] > length["n-gram"] + 0.3
 

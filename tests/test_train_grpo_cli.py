@@ -127,6 +127,9 @@ def test_prompts_longer_than_the_cache_are_refused(refused, models):
         ("--min-new-tokens 49", "min_new_tokens is 49, above max_new_tokens 48; lower it"),
         ("--forbidden 1", "every end token is forbidden, so that no response could end"),
         ("--temperature 1e-9", "temperature is 1e-09; choose a value from 0.001 to 100, or 0"),
+        ("--drafts head+suffix --rule ratio", "--drafts head\\+suffix are chains under --rule match"),
+        ("--drafts ngram --drafter some", "--drafts ngram does not use --drafter; leave one of them out"),
+        ("--history 0", "--history is 0"),
         ("--couple-epochs", "--couple-epochs needs --task jsonl, whose prompts come again, and --rule match"),
         ("--top-k -1", "top_k is -1; it must be at least 0"),
         ("--top-p 0", "top_p is 0.0; choose a mass above 0 and at most 1"),
@@ -332,6 +335,20 @@ def test_a_run_killed_between_checkpoints_resumes_to_the_same_bits(finished, opt
     assert not (out / "policy").exists()
     run_script(monkeypatch, train_grpo, *options, "--out", out, "--resume")
     _assert_same_run(out, finished)
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize("drafts", ["suffix", "head+suffix"])
+def test_a_run_with_suffix_drafts_is_the_same_run(finished, options, tmp_path, monkeypatch, drafts):
+    given = list(options)
+    if drafts == "suffix":
+        del given[given.index("--drafter") : given.index("--drafter") + 2]
+    out = tmp_path / "run"
+    run_script(monkeypatch, train_grpo, *given, "--drafts", drafts, "--out", out)
+    ours, theirs = (json.loads((folder / "summary.json").read_text()) for folder in (out, finished))
+    assert ours["trajectory_sha256"] == theirs["trajectory_sha256"]
+    assert ours["params_sha256"] == theirs["params_sha256"]
+    assert (out / "drafter").is_dir() == (drafts == "head+suffix")
 
 
 @pytest.mark.ci

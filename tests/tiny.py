@@ -120,7 +120,8 @@ class BigramDrafter:
 def no_texts(rows):
     """For drafters that do not look."""
     nothing = jnp.zeros((rows, 1), jnp.int32)
-    return Texts(nothing, nothing[:, 0], nothing, nothing[:, 0], jnp.arange(rows, dtype=jnp.int32))
+    ids = jnp.arange(rows, dtype=jnp.int32)
+    return Texts(nothing, nothing[:, 0], ids.astype(jnp.uint32), nothing, nothing[:, 0], ids)
 
 
 @functools.lru_cache

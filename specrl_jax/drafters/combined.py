@@ -12,8 +12,8 @@ import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Float, Int
 
-from specrl_jax.drafters.protocol import ChainDrafter, Choice, Choose, Texts
-from specrl_jax.drafters.suffix import SuffixDrafter
+from specrl_jax.drafters.protocol import ChainDrafter, Choice, Choose, Drafter, Texts
+from specrl_jax.drafters.suffix import History, SuffixDrafter
 from specrl_jax.errors import InputError
 from specrl_jax.models.tree import Tree
 
@@ -29,6 +29,36 @@ class Both:
     def length(self) -> Int[Array, "r"]:
         """Pairs that have been read, where this is the state."""
         return self.head.length
+
+
+def params_for(drafter: Drafter | None, head: Any, history: History | None = None) -> Any:
+    """Parameters of a drafter: a head, earlier responses, or both."""
+    if isinstance(drafter, CombinedDrafter):
+        return Both(head, history)
+    return history if isinstance(drafter, SuffixDrafter) else head
+
+
+def head_of(params: Any) -> Any:
+    """The parameters that training changes: those of the head, None where there is none."""
+    if isinstance(params, Both):
+        return params.head
+    return None if isinstance(params, History) else params
+
+
+def with_head(params: Any, head: Any) -> Any:
+    """The same parameters with another head."""
+    return replace(params, head=head) if isinstance(params, Both) else head
+
+
+def history_of(params: Any) -> History | None:
+    """Earlier responses that drafts are looked for in, where there are any."""
+    found = params.suffix if isinstance(params, Both) else params
+    return found if isinstance(found, History) else None
+
+
+def with_history(params: Any, history: History | None) -> Any:
+    """The same parameters with other earlier responses."""
+    return replace(params, suffix=history) if isinstance(params, Both) else history
 
 
 def _surer(one: Choice, other: Choice) -> Choice:
@@ -67,6 +97,10 @@ class CombinedDrafter:
     ) -> Both:
         """The head reads the pairs."""
         return replace(state, head=self.head.commit(params.head, embed, state.head, tokens, features, counts))
+
+    def step_bytes(self, params: Both) -> int:
+        """Those of the head."""
+        return self.head.step_bytes(params.head)
 
     def skip(self, state: Both, counts: Int[Array, "r"]) -> Both:
         """The head passes over pairs."""

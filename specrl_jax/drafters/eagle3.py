@@ -16,6 +16,7 @@ decides how many tokens a round emits, never which.
 
 from dataclasses import dataclass, replace
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import struct
@@ -324,6 +325,10 @@ class Eagle3Drafter:
         """Take a draft of every row."""
         carry, logits = advance(self.config, params.weights, embed, state, carry, tokens, step)
         return carry, choose_next(choose, logits, params.target_ids, step + 1)
+
+    def step_bytes(self, params: Eagle3Params) -> int:
+        """Those of the weights."""
+        return sum(leaf.nbytes for leaf in jax.tree.leaves(params.weights))
 
     def skip(self, state: Eagle3State, counts: Int[Array, "r"]) -> Eagle3State:
         """Go on after a gap, whose slots are not read."""

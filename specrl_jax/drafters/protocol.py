@@ -18,7 +18,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import jax.numpy as jnp
 from flax import struct
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, UInt32
 
 from specrl_jax.errors import InputError
 from specrl_jax.models.tree import Tree
@@ -28,7 +28,7 @@ from specrl_jax.models.tree import Tree
 class Texts:
     """What a rollout has read and emitted so far on this device; it changes with every round.
 
-    prompts: `[g, w]`. prompt_lengths: tokens of each, 0 for none, `[g]`.
+    prompts: `[g, w]`. prompt_lengths: tokens of each, 0 for none, `[g]`. row_ids: of the dataset, `[g]`.
     responses: of all sequences, 0 beyond `lengths`, `[b, t]`; `b = g * samples`, the samples of a prompt side by side.
     lengths: tokens emitted, `[b]`.
     sequence: which of them each row decodes, `[r]`, whatever row it sits in.
@@ -36,6 +36,7 @@ class Texts:
 
     prompts: Int[Array, "g w"]
     prompt_lengths: Int[Array, "g"]
+    row_ids: UInt32[Array, "g"]
     responses: Int[Array, "b t"]
     lengths: Int[Array, "b"]
     sequence: Int[Array, "r"]
@@ -197,6 +198,9 @@ class ChainDrafter(Drafter, Protocol):
         choose: Choose,
     ) -> tuple[Any, Choice]:
         """Take draft number `step` of every row, `tokens`; the next draft."""
+
+    def step_bytes(self, params: Any) -> int:
+        """Bytes that a draft step reads, for the time it takes beside a step of the policy."""
 
     def skip(self, state: Any, counts: Int[Array, "r"]) -> Any:
         """Pass over `counts[r]` pairs that nobody can show; where it is not 0, what was read before is forgotten."""

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 from jax import lax
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from specrl_jax.drafters.protocol import Choice, Choose, Texts, TextState, choose_next, propose_tree
 from specrl_jax.errors import InputError
@@ -26,14 +26,50 @@ _NONE = -1e30  # logarithm of the weight of a place that does not match
 
 
 @struct.dataclass
-class Earlier:
-    """Responses of earlier epochs to the prompts of a rollout, in their order: `[g, e, t]`, of `lengths` tokens each.
+class History:
+    """Responses of earlier epochs to the prompts of a dataset, by their row ids; the newest `e` of each are kept.
 
-    A place without a response has length 0.
+    tokens, lengths: responses, of length 0 where there is none yet, `[n, e, t]` and `[n, e]`.
+    count: responses to each prompt so far, `[n]`.
     """
 
-    tokens: Int[Array, "g e t"]
-    lengths: Int[Array, "g e"]
+    tokens: Int[Array, "n e t"]
+    lengths: Int[Array, "n e"]
+    count: Int[Array, "n"]
+
+
+def init_history(prompts: int, kept: int, longest: int) -> History:
+    """Nothing yet; `4 * prompts * kept * longest` bytes.
+
+    Args:
+        prompts: rows of the dataset. kept: responses to each. longest: tokens of a response.
+    """
+    none = jnp.zeros((prompts,), jnp.int32)
+    tokens = jnp.zeros((prompts, kept, longest), jnp.int32)
+    return History(tokens, jnp.zeros((prompts, kept), jnp.int32), none)
+
+
+def remember(
+    history: History, row_ids: UInt32[Array, "g"], responses: Int[Array, "b t"], lengths: Int[Array, "b"]
+) -> History:
+    """The history with a rollout's responses, the samples of a prompt side by side; the oldest make room.
+
+    Rows beyond the dataset are left out. Of more samples than are kept the last ones stay.
+    """
+    count, kept = history.lengths.shape
+    samples = lengths.shape[0] // row_ids.shape[0]
+    rows = jnp.minimum(row_ids, jnp.uint32(count)).astype(jnp.int32)
+    first = history.count.at[rows].get(mode="fill", fill_value=0)
+    stays = min(samples, kept)
+    sample = jnp.arange(samples - stays, samples, dtype=jnp.int32)[None]
+    row = jnp.broadcast_to(rows[:, None], (rows.shape[0], stays))
+    slot = (first[:, None] + sample) % kept
+    newest = responses.reshape(-1, samples, responses.shape[1])[:, -stays:]
+    return History(
+        tokens=history.tokens.at[row, slot].set(newest, mode="drop"),
+        lengths=history.lengths.at[row, slot].set(lengths.reshape(-1, samples)[:, -stays:], mode="drop"),
+        count=history.count.at[rows].add(samples, mode="drop"),
+    )
 
 
 @struct.dataclass
@@ -81,9 +117,9 @@ def _match_lengths(text: Int[Array, "r p n"], newest: Int[Array, "r m"]) -> Int[
 
 @dataclass(frozen=True)
 class SuffixDrafter:
-    """Proposes what followed the newest tokens before (`protocol.ChainDrafter`); its parameters are `Earlier`, or None.
+    """Proposes what followed the newest tokens before (`protocol.ChainDrafter`); its parameters: `History` or None.
 
-    siblings: look in the responses of the same prompt in this rollout too; False, and no `Earlier`, is n-gram drafts.
+    siblings: look in the responses of the same prompt in this rollout too; False, and no history, is n-gram drafts.
     longest: tokens of a match that count. shortest: those that it takes.
     candidates: places that vote.
     sharpness: how much a vote weighs more for each token of its match.
@@ -117,7 +153,7 @@ class SuffixDrafter:
 
     def commit(
         self,
-        params: Earlier | None,
+        params: History | None,
         embed: Float[Array, "v d"],
         state: TextState,
         tokens: Int[Array, "r q"],
@@ -127,11 +163,15 @@ class SuffixDrafter:
         """Count the pairs."""
         return TextState(state.length + counts)
 
+    def step_bytes(self, params: History | None) -> int:
+        """Next to nothing: the places are looked for once in a round."""
+        return 0
+
     def skip(self, state: TextState, counts: Int[Array, "r"]) -> TextState:
         """Count the pairs."""
         return TextState(state.length + counts)
 
-    def find(self, earlier: Earlier | None, texts: Texts, depth: int) -> Found:
+    def find(self, history: History | None, texts: Texts, depth: int) -> Found:
         """The best places for every row, with up to `depth` tokens after each."""
         groups, width = texts.prompts.shape
         samples = texts.responses.shape[0] // groups
@@ -156,8 +196,10 @@ class SuffixDrafter:
             index = jnp.arange(samples, dtype=jnp.int32)[None]
             lengths = texts.lengths.reshape(groups, samples)[group]
             others.append((written, jnp.where(index == (sequence % samples)[:, None], 0, lengths)))
-        if earlier is not None:
-            others.append((earlier.tokens[group], earlier.lengths[group]))
+        if history is not None:
+            row = jnp.minimum(texts.row_ids[group], jnp.uint32(history.count.shape[0])).astype(jnp.int32)
+            written = history.tokens.at[row].get(mode="fill", fill_value=0)
+            others.append((written, history.lengths.at[row].get(mode="fill", fill_value=0)))
         tail = before[:, None] - self.longest + jnp.arange(self.longest, dtype=jnp.int32)[None]
         end = jnp.where(tail >= 0, jnp.take_along_axis(prompt, jnp.maximum(tail, 0), axis=1), -2)
         for written, lengths in others:
@@ -196,7 +238,7 @@ class SuffixDrafter:
 
     def propose(
         self,
-        params: Earlier | None,
+        params: History | None,
         embed: Float[Array, "v d"],
         state: TextState,
         texts: Texts,
@@ -216,7 +258,7 @@ class SuffixDrafter:
 
     def begin(
         self,
-        params: Earlier | None,
+        params: History | None,
         embed: Float[Array, "v d"],
         state: TextState,
         texts: Texts,
@@ -230,7 +272,7 @@ class SuffixDrafter:
 
     def advance(
         self,
-        params: Earlier | None,
+        params: History | None,
         embed: Float[Array, "v d"],
         state: TextState,
         carry: tuple[Found, Array],

@@ -24,8 +24,9 @@ from jax import lax
 from jaxtyping import Array, Float, Int, UInt32
 
 from specrl_jax.data.prompts import Prompts
-from specrl_jax.drafters.eagle3_params import Eagle3Params
+from specrl_jax.drafters.combined import head_of, history_of, with_head, with_history
 from specrl_jax.drafters.eagle3_training import DraftBatch
+from specrl_jax.drafters.suffix import remember
 from specrl_jax.errors import InputError
 from specrl_jax.models.numerics import isolated, opaque_int
 from specrl_jax.models.params import PolicyParams
@@ -79,7 +80,7 @@ class GrpoState:
     """Everything a run carries from step to step.
 
     params, opt_state: the policy and its optimizer.
-    draft, draft_opt_state: the draft head and its optimizer, or None.
+    draft, draft_opt_state: the drafter's parameters (head, earlier responses, both or None), and the head's optimizer.
     reference: the policy of the KL penalty, or None.
     updates: optimizer steps of the policy so far; part of the noise key of the next rollout.
     issued: prompts issued so far, the global problem counter.
@@ -88,7 +89,7 @@ class GrpoState:
 
     params: PolicyParams
     opt_state: Any
-    draft: Eagle3Params | None
+    draft: Any
     draft_opt_state: Any
     reference: PolicyParams | None
     updates: Int[Array, ""]
@@ -141,14 +142,14 @@ class GrpoStep:
     def init(
         self,
         params: PolicyParams,
-        draft: Eagle3Params | None = None,
+        draft: Any = None,
         reference: PolicyParams | None = None,
         control: Control | None = None,
     ) -> GrpoState:
         """The state before the first step."""
         draft_opt_state = None
-        if draft is not None and self.drafting is not None:
-            draft_opt_state = self.drafting.init(draft)
+        if head_of(draft) is not None and self.drafting is not None:
+            draft_opt_state = self.drafting.init(head_of(draft))
         return GrpoState(
             params=params,
             opt_state=self._optimizer.init(params),
@@ -280,6 +281,7 @@ class GrpoStep:
             state,
             params=params,
             opt_state=opt_state,
+            draft=self._with_responses(state.draft, trajectory),
             updates=state.updates + count,
             control=trajectory.control,
             issued=state.issued + jnp.uint32(1) * lax.psum(trajectory.prompts.lengths.shape[0], DATA),
@@ -296,6 +298,14 @@ class GrpoStep:
         room = jax.tree.map(lambda s: jnp.zeros((count * s.shape[0], *s.shape[1:]), s.dtype), left)
         return state.params, state.opt_state, metrics, room
 
+    def _with_responses(self, draft: Any, trajectory: Trajectory) -> Any:
+        """The drafter's parameters with the responses of all devices among the earlier ones, where it looks at any."""
+        history = history_of(draft)
+        if history is None:
+            return draft
+        newest = (trajectory.prompts.row_ids, trajectory.tokens, trajectory.lengths)
+        return with_history(draft, remember(history, *lax.all_gather(newest, DATA, tiled=True)))
+
     def _reward_metrics(self, trajectory: Trajectory, rewards: Float[Array, "b"]) -> dict[str, Array]:
         """Means over the whole batch of what the rollout earned."""
         sums = {
@@ -311,9 +321,8 @@ class GrpoStep:
 
     def update_drafter(self, state: GrpoState, examples: DraftExamples | None) -> tuple[GrpoState, dict[str, Array]]:
         """One optimizer step of the draft head; the state as it is where the head is not trained."""
-        if self.drafting is None or examples is None or state.draft is None:
+        head = head_of(state.draft)
+        if self.drafting is None or examples is None or head is None:
             return state, {}
-        draft, opt_state, metrics = self.drafting.update(
-            state.draft, state.draft_opt_state, state.params.embed, examples
-        )
-        return dataclasses.replace(state, draft=draft, draft_opt_state=opt_state), metrics
+        head, opt_state, metrics = self.drafting.update(head, state.draft_opt_state, state.params.embed, examples)
+        return dataclasses.replace(state, draft=with_head(state.draft, head), draft_opt_state=opt_state), metrics

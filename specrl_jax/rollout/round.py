@@ -102,7 +102,14 @@ class Round:
     def texts(self, rows: Rows, trajectory: Trajectory) -> Texts:
         """What the rollout has read and emitted so far."""
         prompts = trajectory.prompts
-        return Texts(prompts.tokens, prompts.lengths, trajectory.tokens, trajectory.lengths, rows.sequence)
+        return Texts(
+            prompts=prompts.tokens,
+            prompt_lengths=prompts.lengths,
+            row_ids=prompts.row_ids,
+            responses=trajectory.tokens,
+            lengths=trajectory.lengths,
+            sequence=rows.sequence,
+        )
 
     def _propose(self, params: PolicyParams, draft_params: Any, rows: Rows, trajectory: Trajectory) -> Choice:
         """Drafts of the round's tree, from the drafter's law after the policy's filters."""

@@ -17,6 +17,7 @@ import numpy as np
 from jaxtyping import Array, Int
 
 from specrl_jax.data.prompts import Prompts
+from specrl_jax.drafters.protocol import ChainDrafter
 from specrl_jax.errors import InputError
 from specrl_jax.models.cache import own_pages
 from specrl_jax.models.params import PolicyParams
@@ -41,9 +42,11 @@ def standing_batch(engine: RolloutEngine, rows: int, context: int, control: Cont
     all_rows, pages = batch.rows.table.shape
     ids = own_pages(all_rows, pages)
     read = jnp.full((all_rows,), context, jnp.int32)
-    drafter = batch.rows.drafter
-    if drafter is not None and hasattr(drafter, "length"):
-        drafter = replace(drafter, length=read)
+
+    def as_read(path: tuple[Any, ...], leaf: Array) -> Array:
+        return read if getattr(path[-1], "name", None) == "length" else leaf
+
+    drafter = jax.tree.map_with_path(as_read, batch.rows.drafter)
     filled = replace(
         batch.rows,
         table=ids,
@@ -113,8 +116,8 @@ def measure_costs(
     alone = min(typical[i] for i, body in enumerate(bodies) if body.tokens == body.rows == min(b.rows for b in bodies))
     per_slot = alone * engine.page_bytes() / engine.numerics.key_block / weight_bytes
     typical = np.maximum(typical - per_slot * context * np.array([body.rows for body in bodies]), 0.1 * typical)
-    head = sum(leaf.nbytes for leaf in jax.tree.leaves(draft))
-    return initial_control(typical, per_slot, alone * head / weight_bytes)
+    assert isinstance(engine.drafter, ChainDrafter)
+    return initial_control(typical, per_slot, alone * engine.drafter.step_bytes(draft) / weight_bytes)
 
 
 def _body_call(

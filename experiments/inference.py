@@ -19,7 +19,7 @@ from specrl_jax.data.prompts import Prompts
 from specrl_jax.data.tokenizers import arithmetic_tokenizer, load_tokenizer
 from specrl_jax.drafters.combined import params_for
 from specrl_jax.drafters.eagle3 import Eagle3Drafter
-from specrl_jax.drafters.eagle3_folder import load_drafter
+from specrl_jax.drafters.eagle3_folder import load_drafter, with_policy_embedding
 from specrl_jax.drafters.eagle3_params import Eagle3Params, init_eagle3
 from specrl_jax.errors import InputError
 from specrl_jax.models.config import Dtype, PolicyConfig
@@ -169,6 +169,8 @@ def open_model(options: ModelOptions, run: RunOptions, prompts: int) -> Model:
     check_tokenizer_fits(tokenizer, policy)
     drafter, draft = load_drafter(options.drafter, policy) if options.drafter else (None, None)
     params, policy = load_policy(options.policy, options.dtype)
+    if drafter is not None and draft is not None:
+        drafter, draft = with_policy_embedding(drafter, draft, params.embed)
     numerics = default_numerics(options.numerics, policy.dtype)
     return Model(mesh, numerics, tokenizer, policy, params, drafter, draft)
 

@@ -37,7 +37,7 @@ from experiments.setup import (
 from experiments.train_options import PRESETS, Config
 from specrl_jax.drafters.combined import head_of, params_for
 from specrl_jax.drafters.eagle3 import Eagle3Drafter
-from specrl_jax.drafters.eagle3_folder import load_drafter, save_drafter
+from specrl_jax.drafters.eagle3_folder import load_drafter, save_drafter, with_policy_embedding
 from specrl_jax.drafters.eagle3_params import Eagle3Params, init_eagle3, select_draft_vocab
 from specrl_jax.drafters.eagle3_training import DraftLossConfig
 from specrl_jax.drafters.suffix import History, init_history
@@ -114,7 +114,7 @@ class Session:
 
     def draft_training(self, optimizer: OptimizerConfig, microbatch: MicrobatchConfig) -> DraftTraining:
         """Training of the draft head; its own forwards of the policy need no invariant bits."""
-        loss = DraftLossConfig(steps=self.config.draft.unroll)
+        loss = DraftLossConfig(steps=self.config.draft.unroll, kind=self.config.draft.loss)
         scorer = dataclasses.replace(self.scorer, numerics=Numerics("plain"))
         return DraftTraining(scorer, self.drafter.config, loss, optimizer, microbatch)
 
@@ -362,6 +362,8 @@ def open_session(config: Config) -> tuple[Session, PolicyParams | None, Eagle3Pa
     params, policy = load_or_shape_policy(config, workload.tokenizer)
     if config.drafter is not None:
         drafter, draft = load_drafter(config.drafter, policy)
+        if params is not None:
+            drafter, draft = with_policy_embedding(drafter, draft, params.embed)
     else:
         drafter, draft = Eagle3Drafter(draft_head_config(policy, config.draft.vocab_size)), None
     session = Session(config, mesh, workload, policy, numerics, drafter)

@@ -50,6 +50,8 @@ class DraftHead:
     microbatch: MicrobatchConfig = MicrobatchConfig(8)
     unroll: int = 3
     """Steps of the training-time test."""
+    loss: Literal["kl", "tv", "lk"] = "kl"
+    """kl: cross-entropy with the policy; tv: total variation; lk: kl where drafts are bad, tv where they are good."""
     vocab_size: int = 32_000
     """Most tokens that the head may propose: the most frequent ones of the rollouts."""
     optimizer: OptimizerConfig = OptimizerConfig(

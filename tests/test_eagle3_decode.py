@@ -253,7 +253,7 @@ def test_large_features_start_the_head_at_unit_scale():
 @pytest.mark.parametrize(
     ("change", "sentence"),
     [
-        ({"boundaries": (1, 1, 2)}, "three ascending"),
+        ({"boundaries": (1, 1, 2)}, "give ascending"),
         ({"draft_vocab_size": 32}, "larger than the policy's 31"),
         ({"target_hidden_size": 8}, "use equal widths"),
         ({"num_kv_heads": 3}, "must divide"),

@@ -13,7 +13,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from specrl_jax.drafters.eagle3 import Eagle3Drafter
-from specrl_jax.drafters.eagle3_folder import load_drafter, save_drafter
+from specrl_jax.drafters.eagle3_folder import load_drafter, save_drafter, with_policy_embedding
 from specrl_jax.drafters.eagle3_params import Eagle3Config, init_eagle3
 from specrl_jax.errors import InputError
 from specrl_jax.models.config import PolicyConfig, RopeConfig
@@ -82,9 +82,9 @@ def test_a_saved_head_comes_back_whole(tmp_path, dtype, boundaries):
 
 
 def test_the_files_are_those_of_specforge(tmp_path, folder):
-    """Same names, shapes and element types, less the embedding, which a head shares with its policy."""
+    """Same names, shapes and element types, less the embedding where a head shares it with its policy."""
     drafter, params = load_drafter(folder)
-    save_drafter(tmp_path / "ours", drafter, params)
+    save_drafter(tmp_path / "ours", *with_policy_embedding(drafter, params, params.embed))
     ours, theirs = (load_file(path / "model.safetensors") for path in (tmp_path / "ours", folder))
     del theirs["embed_tokens.weight"]
     assert ours.keys() == theirs.keys()
@@ -264,18 +264,25 @@ def test_wrong_tensors_are_refused(folder, edit, sentence):
 @pytest.mark.parametrize(
     ("fields", "sentence"),
     [
-        ({"architectures": ["Eagle3Speculator"]}, "'Eagle3Speculator'; supported is LlamaForCausalLMEagle3"),
-        ({"speculators_model_type": "eagle3"}, "supported is"),
-        ({"fc_norm": True}, "sets fc_norm"),
-        ({"eagle_config": {"norm_before_fc": True}}, "sets norm_before_fc"),
+        ({"architectures": ["PEagleDraftModel"]}, "'PEagleDraftModel'; supported are LlamaForCausalLMEagle3, "),
+        ({"speculators_model_type": "peagle"}, "speculators_model_type 'peagle'; supported is eagle3"),
+        (
+            {"speculators_model_type": "eagle3", "transformer_layer_config": {"model_type": "gpt2"}},
+            "model_type 'gpt2'; supported are llama and qwen3",
+        ),
+        ({"fc_norm": True}, r"lacks tensor fc_norm\.0\.weight"),
+        ({"eagle_config": {"norm_before_fc": True}, "eagle_aux_hidden_state_layer_ids": [2, 5, 7]}, "lacks tensor inp"),
+        ({"fc_norm": True, "norm_before_fc": True}, "choose one"),
+        ({"eagle_config": {"use_last_layernorm": False}}, "sets use_last_layernorm to False"),
+        ({"logit_scale": 2.0}, "logit_scale"),
         ({"num_hidden_layers": 2}, "has 2 layers"),
         ({"attention_bias": True}, "attention_bias"),
         ({"hidden_size": ...}, "lacks hidden_size"),
         ({"hidden_size": 32}, "of shape"),
-        ({"target_hidden_size": 32}, "use equal widths"),
+        ({"target_hidden_size": 32}, r"fc.weight of shape \[24, 72\] where config.json asks for \[24, 96\]"),
         ({"draft_vocab_size": "11"}, "must be an integer"),
-        ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 4]}}, "three integers"),
-        ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 1, 4]}}, "three ascending"),
+        ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": ["1", 4]}}, "a list of integers"),
+        ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 1, 4]}}, "ascending"),
     ],
 )
 def test_wrong_configs_are_refused(folder, fields, sentence):
@@ -283,6 +290,13 @@ def test_wrong_configs_are_refused(folder, fields, sentence):
     with pytest.raises(InputError, match=sentence) as raised:
         load_drafter(folder)
     assert str(folder) in str(raised.value)
+
+
+def test_a_head_of_another_width_needs_an_embedding_of_its_own(folder):
+    edited_tensors(folder, remove("embed_tokens.weight"))
+    edited_config(folder, target_hidden_size=32)
+    with pytest.raises(InputError, match="use equal widths"):
+        load_drafter(folder)
 
 
 @pytest.mark.parametrize(
@@ -306,7 +320,7 @@ def test_damaged_and_missing_files_are_refused(folder, tmp_path):
     with pytest.raises(InputError, match="damaged or incomplete at tensor"):
         load_drafter(folder)
     weights.rename(folder / "pytorch_model.bin")
-    with pytest.raises(InputError, match="pickled"):
+    with pytest.raises(InputError, match=r"pickled.*convert them with `python -m experiments.convert --source"):
         load_drafter(folder)
     (folder / "pytorch_model.bin").unlink()
     with pytest.raises(InputError, match=r"lacks model\.safetensors"):
@@ -319,7 +333,15 @@ def test_damaged_and_missing_files_are_refused(folder, tmp_path):
 
 
 def test_the_embedding_of_a_self_contained_head_is_not_needed(folder):
-    expected = load_drafter(folder)[1]
+    drafter, expected = load_drafter(folder)
+    assert drafter.config.own_embed
+    embed = expected.embed
     edited_tensors(folder, remove("embed_tokens.weight"))
-    assert_equal(load_drafter(folder)[1], expected)
+    without = load_drafter(folder)
+    assert_equal(without[1], expected.replace(embed=None))
+    # The policy's is shared, another is kept.
+    shared = with_policy_embedding(drafter, expected, embed)
+    assert shared[0] == without[0]
+    assert_equal(shared[1], without[1])
+    assert with_policy_embedding(drafter, expected, embed + 1)[1].embed is embed
     assert all(jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(expected.weights))

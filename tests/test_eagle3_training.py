@@ -154,10 +154,11 @@ def example(config, batch=4, slots=14):
     return DraftBatch(tokens, features, jax.nn.log_softmax(logits, axis=-1), mask)
 
 
-def test_loss_and_metrics_equal_float64_sums(specforge):
+@pytest.mark.parametrize("kind", ["kl", "tv", "lk"])
+def test_loss_and_metrics_equal_float64_sums(specforge, kind):
     config, params, embed, _ = specforge
     batch = example(config)
-    loss_config = DraftLossConfig(steps=4, decay=0.7)
+    loss_config = DraftLossConfig(steps=4, decay=0.7, kind=kind, eta=2.0)
     (loss, metrics), _ = loss_and_gradient(params.weights, params.target_ids, embed, batch, config, loss_config)
     logits = jax.jit(ttt_logits, static_argnums=(4, 5))(params.weights, embed, batch.tokens, batch.features, config, 4)
     logits = np.asarray(logits, np.float64)
@@ -165,7 +166,7 @@ def test_loss_and_metrics_equal_float64_sums(specforge):
     ids = np.asarray(params.target_ids)
     total, counted = 0.0, 0
     for step in range(4):
-        entropies, agreements, overlaps = [], [], []
+        entropies, agreements, overlaps, shares = [], [], [], []
         for row, slot in np.ndindex(*mask.shape):
             label = slot + 2 + step
             if label >= mask.shape[1] or not (mask[row, slot + 1] and mask[row, label]):
@@ -175,13 +176,15 @@ def test_loss_and_metrics_equal_float64_sums(specforge):
             q = q / q.sum()
             agreements.append(ids[q.argmax()] == p.argmax())
             overlaps.append(np.minimum(p[ids], q).sum())
+            shares.append({"kl": 1.0, "tv": 0.0, "lk": np.exp(-2.0 * overlaps[-1])}[kind])
             if p.argmax() in ids:
-                entropies.append(-(p[ids] / p[ids].sum() * np.log(q)).sum())
+                entropies.append(-shares[-1] * (p[ids] / p[ids].sum() * np.log(q)).sum())
         assert 0 < len(entropies) < len(overlaps)
-        np.testing.assert_allclose(metrics.loss[step], np.mean(entropies), rtol=1e-5)
+        expected = np.mean(entropies) + np.mean((1.0 - np.array(shares)) * (1.0 - np.array(overlaps)))
+        np.testing.assert_allclose(metrics.loss[step], expected, rtol=1e-5)
         np.testing.assert_allclose(metrics.agreement[step], np.mean(agreements), rtol=1e-5)
         np.testing.assert_allclose(metrics.overlap[step], np.mean(overlaps), rtol=1e-5)
-        total += 0.7**step * np.mean(entropies)
+        total += 0.7**step * expected
         counted += len(overlaps)
     np.testing.assert_allclose(loss, total, rtol=1e-5)
     assert counted == draft_counts(params.target_ids, batch, 4).drafted.sum()

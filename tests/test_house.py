@@ -30,7 +30,7 @@ FLOORS = {
 }
 MAX_LINES = 500
 # Imported only where the user asks for them, and installed by an extra.
-OPTIONAL_PACKAGES = {"tensorboardX", "wandb"}
+OPTIONAL_PACKAGES = {"tensorboardX", "torch", "wandb"}
 # Imported by peers, which run in environments of their own (experiments/peers/README.md).
 PEER_PACKAGES = {"torch", "trl", "tunix", "vllm"}
 TEXT = {".cfg", ".ipynb", ".json", ".jsonl", ".log", ".md", ".py", ".toml", ".txt", ".yaml", ".yml", ".sh"}
@@ -111,7 +111,7 @@ def _canonical(distribution):
 
 def test_extras_and_licence_are_there():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    assert set(project["optional-dependencies"]) >= {"cuda", "tpu", "tensorboard", "wandb", "dev"}
+    assert set(project["optional-dependencies"]) >= {"cuda", "tpu", "tensorboard", "wandb", "convert", "dev"}
     assert "Apache License" in (ROOT / "LICENSE").read_text()
 
 

@@ -424,6 +424,8 @@ def test_a_process_killed_by_a_signal_resumes_to_the_same_bits(tmp_path):
 @pytest.mark.full
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_the_smoke_preset_runs(tmp_path, script):
+    if script == "convert":
+        pytest.importorskip("torch")
     command = [sys.executable, "-m", f"experiments.{script}", "--preset", "smoke", "--out", tmp_path / "out"]
     # No program compiled by an earlier run is at hand.
     environment = {**os.environ, "JAX_COMPILATION_CACHE_DIR": str(tmp_path / "cache")}

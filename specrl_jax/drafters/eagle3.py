@@ -9,6 +9,8 @@ the head's own output one step earlier. One layer, with rotary position `p`:
     h2 = h1 + mlp(norm(h1))                       fed back as it is, not normalised
     logits = norm(h2) lm_head
 
+The flags of `Eagle3Config` are the variants in use, those of EAGLE-3.1 among them.
+
 Keys and values of a slot depend on its pair only, so `commit` projects all new
 pairs but attends for the last one alone. Its numerics are always plain: a draft
 decides how many tokens a round emits, never which.
@@ -47,6 +49,23 @@ class Eagle3State:
     hidden: Float[Array, "r d"]
 
 
+def fuse(config: Eagle3Config, weights: Eagle3Weights, features: Float[Array, "n fd"]) -> Float[Array, "n d"]:
+    """The policy's features in the head's width."""
+    features = features.astype(weights.fc.dtype)
+    if weights.input_norm is not None:
+        features = rms_norm(features, weights.input_norm, config.rms_norm_eps)
+    if weights.fc_norms is not None:
+        chunks = jnp.split(features, len(weights.fc_norms), axis=-1)
+        normed = [rms_norm(x, norm, config.rms_norm_eps) for x, norm in zip(chunks, weights.fc_norms, strict=True)]
+        features = jnp.concatenate(normed, axis=-1)
+    return linear(features, weights.fc)
+
+
+def fed_back(config: Eagle3Config, weights: Eagle3Weights, hidden: Float[Array, "n d"]) -> Float[Array, "n d"]:
+    """What the head reads of its own output, `h2`, one step later."""
+    return rms_norm(hidden, weights.final_norm, config.rms_norm_eps) if config.norm_output else hidden
+
+
 def attention_input(
     config: Eagle3Config,
     weights: Eagle3Weights,
@@ -65,7 +84,10 @@ def project_queries(
 ) -> Float[Array, "n h c"]:
     """Rotated queries."""
     cos, sin = rope_angles(positions, config.rope, config.head_dim)
-    return apply_rope(linear(x, weights.q_proj).reshape(x.shape[0], -1, config.head_dim), cos, sin)
+    queries = linear(x, weights.q_proj).reshape(x.shape[0], -1, config.head_dim)
+    if weights.q_norm is not None:
+        queries = rms_norm(queries, weights.q_norm, config.rms_norm_eps)
+    return apply_rope(queries, cos, sin)
 
 
 def project_keys(
@@ -73,14 +95,18 @@ def project_keys(
 ) -> tuple[Float[Array, "n g c"], Float[Array, "n g c"]]:
     """Rotated keys, and values."""
     cos, sin = rope_angles(positions, config.rope, config.head_dim)
-    keys = apply_rope(linear(x, weights.k_proj).reshape(x.shape[0], -1, config.head_dim), cos, sin)
-    return keys, linear(x, weights.v_proj).reshape(x.shape[0], -1, config.head_dim)
+    keys = linear(x, weights.k_proj).reshape(x.shape[0], -1, config.head_dim)
+    if weights.k_norm is not None:
+        keys = rms_norm(keys, weights.k_norm, config.rms_norm_eps)
+    return apply_rope(keys, cos, sin), linear(x, weights.v_proj).reshape(x.shape[0], -1, config.head_dim)
 
 
 def mix_and_mlp(
     config: Eagle3Config, weights: Eagle3Weights, hidden: Float[Array, "n d"], attended: Float[Array, "n h c"]
 ) -> Float[Array, "n d"]:
     """The layer after attention: `h2` from the slot's own hidden state and what it attended to."""
+    if config.norm_before_residual:
+        hidden = rms_norm(hidden, weights.hidden_norm, config.rms_norm_eps)
     mixed = hidden + linear(attended.reshape(hidden.shape[0], -1), weights.o_proj)
     normed = rms_norm(mixed, weights.mlp_norm, config.rms_norm_eps)
     return mixed + swiglu(normed, weights.gate_proj, weights.up_proj, weights.down_proj)
@@ -166,7 +192,7 @@ def commit(
     slots = jnp.where(steps < counts[:, None], state.length[:, None] + steps, -1)
     positions = slots.reshape(-1)
 
-    fused = linear(features.reshape(rows * width, -1).astype(weights.fc.dtype), weights.fc)
+    fused = fuse(config, weights, features.reshape(rows * width, -1))
     x = attention_input(config, weights, embed, tokens.reshape(-1), fused)
     keys, values = project_keys(config, weights, x, jnp.maximum(positions, 0))
     length = state.length + counts
@@ -208,7 +234,7 @@ def propose(
         if depth > 0:
             above = tree.inner(depth - 1)
             came_from = [above.index(tree.parents[node - 1]) for node in nodes]
-            fed = hidden[:, np.array(came_from)].reshape(rows * count, -1)
+            fed = fed_back(config, weights, hidden[:, np.array(came_from)].reshape(rows * count, -1))
             positions = jnp.repeat(state.length + (depth - 1), count)
             x = attention_input(config, weights, embed, before[:, :, -1].reshape(-1), fed)
             for store, new in zip((keys, values), project_keys(config, weights, x, positions), strict=True):
@@ -247,14 +273,15 @@ def advance(
 ) -> tuple[Drafted, Float[Array, "r dv"]]:
     """Take a draft of every row; the logits of the next (as `protocol.ChainDrafter.advance`)."""
     positions = state.length + step
-    x = attention_input(config, weights, embed, tokens, carry.hidden)
+    fed = fed_back(config, weights, carry.hidden)
+    x = attention_input(config, weights, embed, tokens, fed)
     new_keys, new_values = project_keys(config, weights, x, positions)
     keys = lax.dynamic_update_slice_in_dim(carry.keys, new_keys[:, :, None], step, 2)
     values = lax.dynamic_update_slice_in_dim(carry.values, new_values[:, :, None], step, 2)
     queries = project_queries(config, weights, x, positions)[:, None]
     sees = (jnp.arange(keys.shape[2], dtype=jnp.int32) <= step)[None]
     attended = _attend(queries, state.keys, state.values, state.start, state.length, keys, values, sees)
-    hidden = mix_and_mlp(config, weights, carry.hidden, attended[:, 0])
+    hidden = mix_and_mlp(config, weights, fed, attended[:, 0])
     return Drafted(keys, values, hidden), draft_logits(config, weights, hidden)
 
 
@@ -283,7 +310,7 @@ class Eagle3Drafter:
         counts: Int[Array, "r"],
     ) -> Eagle3State:
         """Read the first `counts[r]` pairs of each row."""
-        return commit(self.config, params, embed, state, tokens, features, counts)
+        return commit(self.config, params, params.embedding(embed), state, tokens, features, counts)
 
     def propose(
         self,
@@ -295,7 +322,7 @@ class Eagle3Drafter:
         choose: Choose,
     ) -> Choice:
         """Propose a tree of tokens per row, whatever text it holds."""
-        return propose(self.config, params, embed, state, tree, choose)
+        return propose(self.config, params, params.embedding(embed), state, tree, choose)
 
     def begin(
         self,
@@ -323,7 +350,7 @@ class Eagle3Drafter:
         choose: Choose,
     ) -> tuple[Drafted, Choice]:
         """Take a draft of every row."""
-        carry, logits = advance(self.config, params.weights, embed, state, carry, tokens, step)
+        carry, logits = advance(self.config, params.weights, params.embedding(embed), state, carry, tokens, step)
         return carry, choose_next(choose, logits, params.target_ids, step + 1)
 
     def step_bytes(self, params: Eagle3Params) -> int:

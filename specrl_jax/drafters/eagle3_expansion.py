@@ -57,6 +57,8 @@ def expanded_head_config(config: Eagle3Config, policy: PolicyConfig, shape: Shap
         InputError: the head is another policy's, or a size does not fit the shape; names it.
     """
     target = expanded_config(policy, shape)
+    if not config.plain:
+        raise InputError("only a plain EAGLE-3 head of three features can be expanded; leave its variants out")
     for name in ("hidden_size", "vocab_size"):
         if getattr(config, name) != getattr(policy, name):
             raise InputError(

@@ -1,35 +1,27 @@
 """EAGLE-3 heads as folders: config.json and model.safetensors in the layout of SpecForge, which vLLM and SGLang read.
 
-The embedding is the policy's; we do not store it, and a copy in the file is not
-read. `d2t` holds for each draft token the offset to its target token, `t2d` which
-target tokens are in the draft vocabulary.
+The embedding is the policy's and not stored, unless the head has one of its own. `d2t` holds for each draft token
+the offset to its target token, `t2d` which target tokens are in the draft vocabulary.
 """
 
+import dataclasses
 import json
-import warnings
 from pathlib import Path
-from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array, Float
 from safetensors import safe_open
 
 from specrl_jax.drafters.eagle3 import Eagle3Drafter
-from specrl_jax.drafters.eagle3_params import (
-    Eagle3Config,
-    Eagle3Params,
-    Eagle3Weights,
-    default_boundaries,
-    weight_shapes,
-)
+from specrl_jax.drafters.eagle3_dialects import config_from_json, config_json
+from specrl_jax.drafters.eagle3_params import Eagle3Config, Eagle3Params, as_weights, by_name, weight_shapes
 from specrl_jax.errors import InputError
 from specrl_jax.models.config import PolicyConfig
 from specrl_jax.models.folders import replaced_folder
 from specrl_jax.models.huggingface import resolve_folder
-from specrl_jax.models.huggingface_config import config_from_hf, config_to_hf
 from specrl_jax.models.weights import WEIGHTS_FILE, read_json, tensor_headers, write_tensors
 
-_ARCHITECTURE = "LlamaForCausalLMEagle3"
 _NAMES = {
     "fc": "fc.weight",
     "embed_norm": "midlayer.input_layernorm.weight",
@@ -44,51 +36,20 @@ _NAMES = {
     "down_proj": "midlayer.mlp.down_proj.weight",
     "final_norm": "norm.weight",
     "lm_head": "lm_head.weight",
+    "input_norm": "input_norm.weight",
+    "q_norm": "midlayer.self_attn.q_norm.weight",
+    "k_norm": "midlayer.self_attn.k_norm.weight",
 }
 _OFFSETS, _MEMBERS, _EMBED = "d2t", "t2d", "embed_tokens.weight"
-_LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
-_BOUNDARIES = "residual_boundaries"
 _TYPES = {_OFFSETS: ("I64", "I32"), _MEMBERS: ("BOOL",)}
 _FLOATS = ("F64", "F32", "F16", "BF16")
-# Variants of the forward that are not computed here.
-_VARIANTS = ("fc_norm", "norm_before_fc", "norm_before_residual")
+
+_IGNORED = ("rotary_emb.inv_freq", "verifier_norm.weight", "verifier_lm_head.weight")  # copies of the policy's
 
 
-def _as_llama(config: Eagle3Config) -> PolicyConfig:
-    """The head's layer as the Llama that its config.json describes."""
-    return PolicyConfig(
-        family="llama",
-        vocab_size=config.vocab_size,
-        hidden_size=config.hidden_size,
-        intermediate_size=config.intermediate_size,
-        num_layers=1,
-        num_heads=config.num_heads,
-        num_kv_heads=config.num_kv_heads,
-        head_dim=config.head_dim,
-        rms_norm_eps=config.rms_norm_eps,
-        max_position_embeddings=config.max_position_embeddings,
-        rope=config.rope,
-        dtype=config.dtype,
-    )
-
-
-def config_json(config: Eagle3Config) -> dict[str, Any]:
-    """The config.json of a head.
-
-    SpecForge counts layers from 0 and reads their outputs, so its ids are the boundaries less 1. vLLM takes ids as
-    boundaries, also those of SpecForge where it finds no others, so that the boundaries stand at the top for it.
-    Other engines read ids of their own choice; we read `residual_boundaries`.
-    """
-    return config_to_hf(_as_llama(config)) | {
-        "architectures": [_ARCHITECTURE],
-        "draft_vocab_size": config.draft_vocab_size,
-        _LAYER_IDS: list(config.boundaries),
-        "eagle_config": {
-            _LAYER_IDS: [boundary - 1 for boundary in config.boundaries],
-            "use_aux_hidden_state": True,
-            _BOUNDARIES: list(config.boundaries),
-        },
-    }
+def _name(field: str) -> str:
+    """Name in the folder of an array of the weights."""
+    return f"fc_norm.{field.removeprefix('fc_norms.')}.weight" if field.startswith("fc_norms.") else _NAMES[field]
 
 
 def drafter_tensors(params: Eagle3Params, config: Eagle3Config) -> dict[str, np.ndarray]:
@@ -97,7 +58,9 @@ def drafter_tensors(params: Eagle3Params, config: Eagle3Config) -> dict[str, np.
     A head of the whole vocabulary is stored in its order and without maps: vLLM refuses them there.
     """
     ids = np.asarray(params.target_ids, np.int64)
-    tensors = {name: np.ascontiguousarray(np.asarray(getattr(params.weights, field))) for field, name in _NAMES.items()}
+    tensors = {_name(field): np.ascontiguousarray(np.asarray(x)) for field, x in by_name(params.weights).items()}
+    if params.embed is not None:
+        tensors[_EMBED] = np.ascontiguousarray(np.asarray(params.embed))
     if len(ids) == config.vocab_size:
         return tensors | {_NAMES["lm_head"]: tensors[_NAMES["lm_head"]][np.argsort(ids)]}
     members = np.zeros((config.vocab_size,), bool)
@@ -117,90 +80,6 @@ def save_drafter(folder: str | Path, drafter: Eagle3Drafter, params: Eagle3Param
         write_tensors(fresh, tensors, shard_bytes=1 + sum(tensor.nbytes for tensor in tensors.values()))
 
 
-def _three_layers(ids: Any) -> list[int]:
-    if not isinstance(ids, list) or len(ids) != 3 or not all(type(i) is int for i in ids):
-        raise InputError(f"draft head config has layer ids {ids!r}; three integers are needed")
-    return sorted(ids)
-
-
-def _boundaries(hf: dict[str, Any], policy: PolicyConfig | None) -> tuple[int, int, int]:
-    """Residual boundaries from the ids of a config.json, whose two conventions differ by one.
-
-    Ids that start with 1 are SpecForge's default `(1, L // 2 - 1, L - 4)`, layers counted from 0; ids that start
-    with 2 are EAGLE's `(2, L // 2, L - 3)`, boundaries already.
-    """
-    nested = hf.get("eagle_config") or {}
-    if nested.get(_BOUNDARIES) is not None:
-        first, middle, last = _three_layers(nested[_BOUNDARIES])
-        return first, middle, last
-    ids = hf.get(_LAYER_IDS, nested.get(_LAYER_IDS))
-    if ids is None:
-        if policy is None:
-            raise InputError(f"draft head config lacks {_LAYER_IDS}; give the boundaries that it was trained with")
-        return default_boundaries(policy.num_layers)
-    first, middle, last = _three_layers(ids)
-    if first == 1:
-        return first + 1, middle + 1, last + 1
-    if first != 2:
-        warnings.warn(f"draft head config has layer ids {ids}, taken as residual boundaries as they are", stacklevel=4)
-    return first, middle, last
-
-
-def _check_variant(hf: dict[str, Any]) -> None:
-    architecture = (hf.get("architectures") or [None])[0]
-    if architecture != _ARCHITECTURE or "speculators_model_type" in hf:
-        raise InputError(f"draft head config names the architecture {architecture!r}; supported is {_ARCHITECTURE}")
-    nested = hf.get("eagle_config") or {}
-    for name in _VARIANTS:
-        if hf.get(name) or nested.get(name):
-            raise InputError(f"draft head config sets {name}; heads with it are not supported")
-    if hf.get("num_hidden_layers", 1) != 1:
-        raise InputError(f"draft head has {hf['num_hidden_layers']} layers; only heads of one layer are supported")
-
-
-def config_from_json(
-    hf: dict[str, Any], policy: PolicyConfig | None, boundaries: tuple[int, int, int] | None
-) -> Eagle3Config:
-    """The architecture that a head's config.json describes; see `load_drafter`."""
-    _check_variant(hf)
-    llama = config_from_hf(hf | {"architectures": ["LlamaForCausalLM"], "num_hidden_layers": 1})
-    draft_vocab_size = hf.get("draft_vocab_size") or llama.vocab_size
-    if type(draft_vocab_size) is not int:
-        raise InputError(f"draft head config has draft_vocab_size = {draft_vocab_size!r}; it must be an integer")
-    config = Eagle3Config(
-        hidden_size=llama.hidden_size,
-        intermediate_size=llama.intermediate_size,
-        num_heads=llama.num_heads,
-        num_kv_heads=llama.num_kv_heads,
-        head_dim=llama.head_dim,
-        vocab_size=llama.vocab_size,
-        draft_vocab_size=draft_vocab_size,
-        boundaries=_boundaries(hf, policy) if boundaries is None else boundaries,
-        target_hidden_size=hf.get("target_hidden_size") or llama.hidden_size,
-        rms_norm_eps=llama.rms_norm_eps,
-        rope=llama.rope,
-        max_position_embeddings=llama.max_position_embeddings,
-        dtype=llama.dtype,
-    )
-    if policy is not None:
-        _check_policy(config, policy)
-    return config
-
-
-def _check_policy(config: Eagle3Config, policy: PolicyConfig) -> None:
-    for name, ours, theirs in (
-        ("hidden_size", config.target_hidden_size, policy.hidden_size),
-        ("vocab_size", config.vocab_size, policy.vocab_size),
-    ):
-        if ours != theirs:
-            raise InputError(f"draft head was made for a policy of {name} {ours}, not {theirs}; use that policy's head")
-    if config.boundaries[-1] > policy.num_layers:
-        raise InputError(
-            f"draft head reads boundaries {config.boundaries} of a policy with {policy.num_layers} layers; "
-            "give the boundaries that it was trained with"
-        )
-
-
 def _canonical(name: str) -> str:
     """SpecForge's name of a tensor; others prefix `model.` or call the layer `layers.0`."""
     name = name.removeprefix("model.")
@@ -209,16 +88,16 @@ def _canonical(name: str) -> str:
 
 def _stored_names(file: Path, config: Eagle3Config) -> dict[str, str]:
     """The name in the file of every tensor, by canonical name, after checks of names, shapes and element types."""
-    expected = {_NAMES[field]: shape for field, shape in weight_shapes(config).items()}
+    expected = {_name(field): shape for field, shape in weight_shapes(config).items()}
     expected |= {_OFFSETS: (config.draft_vocab_size,), _MEMBERS: (config.vocab_size,)}
     expected[_EMBED] = (config.vocab_size, config.hidden_size)
     stored: dict[str, str] = {}
     for name, (shape, kind) in tensor_headers(file).items():
-        if name.endswith("rotary_emb.inv_freq"):
+        if name.endswith(_IGNORED):
             continue
         canonical = _canonical(name)
         if canonical not in expected or canonical in stored:
-            raise InputError(f"{file} has the unexpected tensor {name}; a plain EAGLE-3 head has no such weight")
+            raise InputError(f"{file} has the unexpected tensor {name}; its config.json asks for no such weight")
         if shape != expected[canonical]:
             raise InputError(
                 f"{file} has tensor {name} of shape {list(shape)} where config.json asks for "
@@ -253,12 +132,15 @@ def _weights_file(folder: Path) -> Path:
     if file.exists():
         return file
     if list(folder.glob("*.bin")) or list(folder.glob("*.pt")):
-        raise InputError(f"{folder} holds pickled weights, which can run code; convert them to {WEIGHTS_FILE}")
+        raise InputError(
+            f"{folder} holds pickled weights, which can run code; convert them with "
+            f"`python -m experiments.convert --source {folder} --out FOLDER`"
+        )
     raise InputError(f"{folder} lacks {WEIGHTS_FILE}; give the folder of an EAGLE-3 head")
 
 
 def load_drafter(
-    source: str | Path, policy: PolicyConfig | None = None, boundaries: tuple[int, int, int] | None = None
+    source: str | Path, policy: PolicyConfig | None = None, boundaries: tuple[int, ...] | None = None
 ) -> tuple[Eagle3Drafter, Eagle3Params]:
     """A head from a folder or a hub name, in the element type that its config.json names.
 
@@ -272,17 +154,32 @@ def load_drafter(
             shape than the config's, the variant is not supported, or the head does not fit the policy.
     """
     folder = resolve_folder(source, "draft head")
-    file = folder / "config.json"
-    hf = read_json(file)
+    config_file = folder / "config.json"
+    hf = read_json(config_file)
+    # What is in the file is needed to understand the config, and a config that cannot be used is refused first.
+    weights = folder / WEIGHTS_FILE
+    own_embed = weights.exists() and any(_canonical(name) == _EMBED for name in tensor_headers(weights))
     try:
-        config = config_from_json(hf, policy, boundaries)
+        config = config_from_json(hf, policy, boundaries, own_embed)
     except InputError as error:
-        raise InputError(f"{file}: {error}") from None
+        raise InputError(f"{config_file}: {error}") from None
     file = _weights_file(folder)
     stored = _stored_names(file, config)
     dtype = jnp.dtype(config.dtype)
     with safe_open(file, framework="numpy") as opened:
-        found = {name: opened.get_tensor(original) for name, original in stored.items() if name != _EMBED}
+        found = {name: opened.get_tensor(original) for name, original in stored.items()}
     ids = _target_ids(file, config, found.get(_OFFSETS), found.get(_MEMBERS))
-    arrays = {field: jnp.asarray(found[name].astype(dtype)) for field, name in _NAMES.items()}
-    return Eagle3Drafter(config), Eagle3Params(Eagle3Weights(**arrays), jnp.asarray(ids))
+    arrays = {field: jnp.asarray(found[_name(field)].astype(dtype)) for field in weight_shapes(config)}
+    embed = jnp.asarray(found[_EMBED].astype(dtype)) if own_embed else None
+    return Eagle3Drafter(config), Eagle3Params(as_weights(arrays), jnp.asarray(ids), embed)
+
+
+def with_policy_embedding(
+    drafter: Eagle3Drafter, params: Eagle3Params, embed: Float[Array, "v d"]
+) -> tuple[Eagle3Drafter, Eagle3Params]:
+    """The head without an embedding of its own where that is the policy's, `embed`; else as it is."""
+    own = params.embed
+    if own is None or own.shape != embed.shape or not bool(jnp.all(own == embed.astype(own.dtype))):
+        return drafter, params
+    config = dataclasses.replace(drafter.config, own_embed=False)
+    return dataclasses.replace(drafter, config=config), dataclasses.replace(params, embed=None)

@@ -1,5 +1,7 @@
 """Shapes, parameters and draft vocabulary of an EAGLE-3 head (Li et al., arXiv 2503.01840)."""
 
+import dataclasses
+import itertools
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -48,9 +50,14 @@ class Eagle3Config:
     """Architecture of a one-layer EAGLE-3 head.
 
     vocab_size: the policy's vocabulary. draft_vocab_size: the tokens that the head can propose.
-    boundaries: three ascending residual-stream boundaries of the policy (0 is the embedding).
-    target_hidden_size: width of the policy; equal to `hidden_size`, since the head reads the policy's embedding.
+    boundaries: ascending residual-stream boundaries of the policy (0 is the embedding), three by custom.
+    target_hidden_size: width of the policy; another than `hidden_size` only with `own_embed`.
     rope: the head's own rotary embedding, which need not be the policy's.
+    norm_before_fc: normalise the concatenated features; fc_norm: each of them by itself (EAGLE-3.1).
+    norm_before_residual: the layer's residual is the normalised hidden state.
+    norm_output: feed back the output after the final norm (EAGLE-3.1).
+    qk_norm: normalise queries and keys, as Qwen3 does.
+    own_embed: the head has an embedding of its own, which training leaves alone.
     """
 
     hidden_size: int
@@ -60,12 +67,18 @@ class Eagle3Config:
     head_dim: int
     vocab_size: int
     draft_vocab_size: int
-    boundaries: tuple[int, int, int]
+    boundaries: tuple[int, ...]
     target_hidden_size: int
     rms_norm_eps: float = 1e-6
     rope: RopeConfig = field(default_factory=RopeConfig)
     max_position_embeddings: int = 4096
     dtype: Dtype = "float32"
+    norm_before_fc: bool = False
+    fc_norm: bool = False
+    norm_before_residual: bool = False
+    norm_output: bool = False
+    qk_norm: bool = False
+    own_embed: bool = False
 
     def __post_init__(self) -> None:
         for name in _SIZES:
@@ -76,26 +89,35 @@ class Eagle3Config:
                 f"draft head has {self.num_heads} heads, {self.num_kv_heads} key/value heads of width {self.head_dim}; "
                 "the second must divide the first and the width must be even"
             )
-        first, middle, last = self.boundaries
-        if not 0 <= first < middle < last:
-            raise InputError(f"draft head boundaries are {self.boundaries}; give three ascending layer boundaries")
+        ascending = all(low < high for low, high in itertools.pairwise(self.boundaries))
+        if not self.boundaries or self.boundaries[0] < 0 or not ascending:
+            raise InputError(f"draft head boundaries are {self.boundaries}; give ascending layer boundaries")
+        if self.norm_before_fc and self.fc_norm:
+            raise InputError("draft head sets norm_before_fc and fc_norm; its features are normalised once, choose one")
         if self.draft_vocab_size > self.vocab_size:
             raise InputError(
                 f"draft vocabulary of {self.draft_vocab_size} is larger than the policy's {self.vocab_size}; reduce it"
             )
-        if self.hidden_size != self.target_hidden_size:
+        if self.hidden_size != self.target_hidden_size and not self.own_embed:
             raise InputError(
                 f"draft head of width {self.hidden_size} cannot read the embedding of a policy of width "
                 f"{self.target_hidden_size}; use equal widths"
             )
+
+    @property
+    def plain(self) -> bool:
+        """Whether this is the head of the paper: three features, its norms, the policy's embedding."""
+        variants = (self.norm_before_fc, self.fc_norm, self.norm_before_residual, self.norm_output, self.qk_norm)
+        return not any(variants) and not self.own_embed and len(self.boundaries) == 3
 
 
 @struct.dataclass
 class Eagle3Weights:
     """What training changes. Kernels are stored `[out, in]`; `ed` is embedding beside hidden, `2 * d`.
 
-    fc: maps the concatenated features (`fd = 3 * d`) to the head's width.
+    fc: maps the concatenated features (`fd` is their number times the policy's width) to the head's width.
     embed_norm, hidden_norm: norms of the two halves of the attention input (`input_layernorm`, `hidden_norm`).
+    input_norm, fc_norms, q_norm, k_norm: None where the configuration has no such norm.
     """
 
     fc: Float[Array, "d fd"]
@@ -111,22 +133,40 @@ class Eagle3Weights:
     down_proj: Float[Array, "d f"]
     final_norm: Float[Array, "d"]
     lm_head: Float[Array, "dv d"]
+    input_norm: Float[Array, "fd"] | None = None
+    fc_norms: tuple[Float[Array, "td"], ...] | None = None
+    q_norm: Float[Array, "c"] | None = None
+    k_norm: Float[Array, "c"] | None = None
 
 
 @struct.dataclass
 class Eagle3Params:
-    """`target_ids[i]` is the policy's token that entry `i` of the draft logits stands for, int32."""
+    """`target_ids[i]` is the policy's token that entry `i` of the draft logits stands for, int32.
+
+    embed: the head's own embedding, or None.
+    """
 
     weights: Eagle3Weights
     target_ids: Int[Array, "dv"]
+    embed: Float[Array, "v d"] | None = None
+
+    def embedding(self, policy: Float[Array, "v d2"]) -> Float[Array, "v d"]:
+        """The embedding that the head reads: its own, or the policy's."""
+        return policy if self.embed is None else self.embed
 
 
 def weight_shapes(config: Eagle3Config) -> dict[str, tuple[int, ...]]:
-    """Shape of every array of `Eagle3Weights`, by field name."""
+    """Shape of every array of `Eagle3Weights`, by field name; those of `fc_norms` are `fc_norms.0` and so on."""
     d, f = config.hidden_size, config.intermediate_size
     heads, kv_heads = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    return {
-        "fc": (d, 3 * config.target_hidden_size),
+    features = len(config.boundaries) * config.target_hidden_size
+    norms: dict[str, tuple[int, ...]] = {"input_norm": (features,)} if config.norm_before_fc else {}
+    if config.fc_norm:
+        norms |= {f"fc_norms.{i}": (config.target_hidden_size,) for i in range(len(config.boundaries))}
+    if config.qk_norm:
+        norms |= {"q_norm": (config.head_dim,), "k_norm": (config.head_dim,)}
+    return norms | {
+        "fc": (d, features),
         "embed_norm": (d,),
         "hidden_norm": (d,),
         "q_proj": (heads, 2 * d),
@@ -140,6 +180,25 @@ def weight_shapes(config: Eagle3Config) -> dict[str, tuple[int, ...]]:
         "final_norm": (d,),
         "lm_head": (config.draft_vocab_size, d),
     }
+
+
+def as_weights(arrays: dict[str, Array]) -> Eagle3Weights:
+    """Weights from arrays by the names of `weight_shapes`."""
+    single = {name: array for name, array in arrays.items() if not name.startswith("fc_norms.")}
+    norms = tuple(arrays[f"fc_norms.{i}"] for i in range(len(arrays) - len(single)))
+    return Eagle3Weights(**single, fc_norms=norms or None)
+
+
+def by_name(weights: Eagle3Weights) -> dict[str, Array]:
+    """The arrays of weights by the names of `weight_shapes`."""
+    found: dict[str, Array] = {}
+    for entry in dataclasses.fields(weights):
+        value = getattr(weights, entry.name)
+        if isinstance(value, tuple):
+            found |= {f"{entry.name}.{i}": array for i, array in enumerate(value)}
+        elif value is not None:
+            found[entry.name] = value
+    return found
 
 
 def select_draft_vocab(token_counts: np.ndarray, draft_vocab_size: int) -> np.ndarray:
@@ -183,12 +242,13 @@ def init_eagle3(
     shapes = weight_shapes(config)
     arrays: dict[str, Array] = {}
     for (name, shape), array_key in zip(shapes.items(), jax.random.split(key, len(shapes)), strict=True):
-        if len(shape) == 1:
-            arrays[name] = jnp.ones(shape, dtype)
-        else:
-            arrays[name] = init_kernel(array_key, shape, dtype)
+        arrays[name] = jnp.ones(shape, dtype) if len(shape) == 1 else init_kernel(array_key, shape, dtype)
     arrays["fc"] = arrays["fc"] / feature_rms
     if policy is not None:
         final_norm, head = head_weights(policy)
         arrays |= {"final_norm": final_norm.astype(dtype), "lm_head": head[ids].astype(dtype)}
-    return Eagle3Params(Eagle3Weights(**arrays), ids)
+    embed = None
+    if config.own_embed:
+        rows = jax.random.normal(jax.random.fold_in(key, 1), (config.vocab_size, config.hidden_size), dtype)
+        embed = 0.02 * rows
+    return Eagle3Params(as_weights(arrays), ids, embed)

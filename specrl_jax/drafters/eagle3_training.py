@@ -9,6 +9,7 @@ which is what a chain drafted from slot `p` has in its cache.
 """
 
 from dataclasses import dataclass
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -16,10 +17,17 @@ from flax import struct
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
-from specrl_jax.drafters.eagle3 import attention_input, draft_logits, mix_and_mlp, project_keys, project_queries
+from specrl_jax.drafters.eagle3 import (
+    attention_input,
+    draft_logits,
+    fed_back,
+    fuse,
+    mix_and_mlp,
+    project_keys,
+    project_queries,
+)
 from specrl_jax.drafters.eagle3_params import Eagle3Config, Eagle3Weights
 from specrl_jax.errors import InputError
-from specrl_jax.models.linear import linear
 
 _MASKED = -1e30
 _FEWEST_QUERIES, _MOST_BLOCKS = 128, 8
@@ -43,12 +51,23 @@ class DraftBatch:
 
 @dataclass(frozen=True)
 class DraftLossConfig:
-    """steps: length of the unroll, the longest draft to train for. decay: weight of step `i` is `decay ** i`."""
+    """steps: length of the unroll, the longest draft to train for. decay: weight of step `i` is `decay ** i`.
+
+    kind: "kl": cross-entropy against the policy's law restricted to the draft vocabulary. "tv": total variation,
+        1 minus the acceptance `a` of a ratio test. "lk": the one where drafts are bad, the other where they are good, a
+        slot's weight of the first being `exp(-eta * a)`, without gradient (LK losses, arXiv 2602.23881).
+    """
 
     steps: int = 3
     decay: float = 0.8
+    kind: Literal["kl", "tv", "lk"] = "kl"
+    eta: float = 3.0
 
     def __post_init__(self) -> None:
+        if self.kind not in ("kl", "tv", "lk"):
+            raise InputError(f"draft loss kind is {self.kind!r}; choose kl, tv or lk")
+        if not 0.0 <= self.eta < float("inf"):
+            raise InputError(f"draft loss eta is {self.eta}; it must be a number of at least 0")
         if self.steps < 1:
             raise InputError(f"draft loss steps is {self.steps}; it must be at least 1")
         if not 0.0 < self.decay <= 1.0:
@@ -71,7 +90,7 @@ class DraftCounts:
 class DraftMetrics:
     """Means per step. With `counts` of a larger batch given to `draft_loss`, shares that add up over its parts.
 
-    loss: cross-entropy against the policy's law restricted to the draft vocabulary, over the trained slots.
+    loss: as `DraftLossConfig` says; cross-entropy over the trained slots, total variation over the drafted ones.
     agreement: how often the head's likeliest token is the policy's, over the drafted slots.
     overlap: sum over tokens of min(p, q), p not renormalised, over the drafted slots: the acceptance of a ratio test.
     """
@@ -150,7 +169,7 @@ def ttt_hidden(
     """The head's output `h2` of every step at every slot, `n = b * t`; no gradient reaches embedding and features."""
     batch, slots = tokens.shape
     embed, features = lax.stop_gradient(embed), lax.stop_gradient(features)
-    hidden = linear(features.reshape(batch * slots, -1).astype(weights.fc.dtype), weights.fc)
+    hidden = fuse(config, weights, features.reshape(batch * slots, -1))
     base: tuple[Array, Array] | None = None
     own_keys: list[Array] = []
     own_values: list[Array] = []
@@ -166,8 +185,9 @@ def ttt_hidden(
             own_keys.append(key)
             own_values.append(value)
         attended = _attend(q, *base, own_keys, own_values)
-        hidden = mix_and_mlp(config, weights, hidden, attended.reshape(batch * slots, -1, config.head_dim))
-        outputs.append(hidden)
+        output = mix_and_mlp(config, weights, hidden, attended.reshape(batch * slots, -1, config.head_dim))
+        outputs.append(output)
+        hidden = fed_back(config, weights, output)
     return outputs
 
 
@@ -204,20 +224,34 @@ def draft_counts(target_ids: Int[Array, "dv"], batch: DraftBatch, steps: int) ->
     return DraftCounts(drafted_count, trained_count)
 
 
-def _loss_sums(
+def _parts_of_loss(
+    config: DraftLossConfig, cross_entropy: Float[Array, "b t"], accepted: Float[Array, "b t"]
+) -> tuple[Float[Array, "b t"], Float[Array, "b t"] | None]:
+    """Of each slot, what counts where it is trained, and what counts wherever it is drafted."""
+    if config.kind == "kl":
+        return cross_entropy, None
+    if config.kind == "tv":
+        return jnp.zeros_like(cross_entropy), 1.0 - accepted
+    share = jnp.exp(-config.eta * lax.stop_gradient(accepted))
+    return share * cross_entropy, (1.0 - share) * (1.0 - accepted)
+
+
+def _loss_parts(
     weights: Eagle3Weights,
     target_ids: Int[Array, "dv"],
     embed: Float[Array, "v d"],
     batch: DraftBatch,
     config: Eagle3Config,
-    steps: int,
+    loss_config: DraftLossConfig,
+    counts: DraftCounts,
 ) -> DraftMetrics:
-    """The sums whose means `DraftMetrics` holds."""
+    """What `DraftMetrics` holds, as shares of the slots that count."""
+    drafted_count, trained_count = jnp.maximum(counts.drafted, 1.0), jnp.maximum(counts.trained, 1.0)
     teacher = lax.stop_gradient(batch.teacher_log_probs)
     top = jnp.argmax(teacher, axis=-1)
     known = _top_in_draft_vocab(target_ids, top, teacher.shape[-1])
     restricted = teacher[..., target_ids]
-    outputs = ttt_hidden(weights, embed, batch.tokens, batch.features, config, steps)
+    outputs = ttt_hidden(weights, embed, batch.tokens, batch.features, config, loss_config.steps)
     loss, agreement, overlap = [], [], []
     for step, hidden in enumerate(outputs):
         drafted = _drafted(batch.mask, step)
@@ -226,12 +260,17 @@ def _loss_sums(
         log_q = jax.nn.log_softmax(logits, axis=-1)
         log_p = _shift(restricted, 1 + step)
         cross_entropy = -(jax.nn.softmax(log_p, axis=-1) * log_q).sum(-1)
-        loss.append(jnp.where(trained, cross_entropy, 0.0).sum())
+        accepted = jnp.exp(jnp.minimum(log_p, log_q)).sum(-1)
+        known_loss, varied = _parts_of_loss(loss_config, cross_entropy, accepted)
+        total = jnp.where(trained, known_loss, 0.0).sum() / trained_count[step]
+        if varied is not None:
+            total += jnp.where(drafted, varied, 0.0).sum() / drafted_count[step]
+        loss.append(total)
         log_q = lax.stop_gradient(log_q)
         agrees = target_ids[jnp.argmax(log_q, axis=-1)] == _shift(top, 1 + step)
         agreement.append((agrees & drafted).sum(dtype=jnp.float32))
-        overlap.append(jnp.where(drafted, jnp.exp(jnp.minimum(log_p, log_q)).sum(-1), 0.0).sum())
-    return DraftMetrics(jnp.stack(loss), jnp.stack(agreement), jnp.stack(overlap))
+        overlap.append(jnp.where(drafted, lax.stop_gradient(accepted), 0.0).sum())
+    return DraftMetrics(jnp.stack(loss), jnp.stack(agreement) / drafted_count, jnp.stack(overlap) / drafted_count)
 
 
 def draft_loss(
@@ -243,7 +282,7 @@ def draft_loss(
     loss_config: DraftLossConfig,
     counts: DraftCounts | None = None,
 ) -> tuple[Float[Array, ""], DraftMetrics]:
-    """Sum over steps of `decay ** step` times the mean cross-entropy; differentiable in `weights` alone.
+    """Sum over steps of `decay ** step` times the step's loss; differentiable in `weights` alone.
 
     Args:
         weights, target_ids: the head (`Eagle3Params`).
@@ -255,9 +294,7 @@ def draft_loss(
             and gradients then add up over the parts.
     """
     steps = loss_config.steps
-    sums = _loss_sums(weights, target_ids, embed, batch, config, steps)
     counts = draft_counts(target_ids, batch, steps) if counts is None else counts
-    drafted, trained = jnp.maximum(counts.drafted, 1.0), jnp.maximum(counts.trained, 1.0)
-    metrics = DraftMetrics(sums.loss / trained, sums.agreement / drafted, sums.overlap / drafted)
+    metrics = _loss_parts(weights, target_ids, embed, batch, config, loss_config, counts)
     decay = loss_config.decay ** jnp.arange(steps, dtype=jnp.float32)
     return (decay * metrics.loss).sum(), metrics

@@ -83,7 +83,7 @@ class DraftTraining:
 
         def gradients(weights: Any, micro: DraftBatch) -> tuple[Any, Any]:
             value = jax.value_and_grad(draft_loss, has_aux=True)
-            return value(weights, params.target_ids, embed, micro, self.head, self.loss, counts), ()
+            return value(weights, params.target_ids, params.embedding(embed), micro, self.head, self.loss, counts), ()
 
         sums, _ = over_microbatches(gradients, params.weights, examples.batch, examples.lengths, self.microbatch)
         (loss, metrics), grads = lax.psum(sums, DATA)

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 from safetensors.numpy import load_file
 
@@ -62,7 +63,6 @@ def read_pickled(files: list[Path]) -> dict[str, np.ndarray]:
     Raises:
         InputError: a file holds something else than tensors, or a tensor stands in two of them.
     """
-    import ml_dtypes
     import torch
 
     found: dict[str, np.ndarray] = {}
@@ -78,7 +78,7 @@ def read_pickled(files: list[Path]) -> dict[str, np.ndarray]:
                 raise InputError(f"{file}: entry {name} is no tensor, or stands there twice; it cannot be converted")
             tensor = tensor.contiguous()
             if tensor.dtype == torch.bfloat16:
-                found[name] = tensor.view(torch.int16).numpy().view(ml_dtypes.bfloat16)
+                found[name] = tensor.view(torch.int16).numpy().view(jnp.bfloat16)
             else:
                 found[name] = tensor.numpy()
     return found

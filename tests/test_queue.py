@@ -89,15 +89,17 @@ def test_a_prompt_is_held_once():
     assert shared.sum() > 0
 
 
-@pytest.mark.parametrize("width", range(2, 10))
-def test_without_a_budget_all_rows_reach_full_length(width):
+@pytest.mark.parametrize(("width", "rows"), [*((width, None) for width in range(2, 10)), (2, 1), (9, 1), (9, 4)])
+def test_without_a_budget_all_rows_reach_full_length(width, rows):
     """Prompts that end anywhere in a page; the pool counts the pages of a prompt once for its group."""
     tokens, lengths = PROMPTS.tokens[:, :1].repeat(width, 1), np.full(len(PROMPTS.lengths), width, np.int32)
     prompts = replace(PROMPTS, tokens=tokens, lengths=jnp.asarray(lengths))
-    engine = engine_of()
+    engine = engine_of(rows=rows)
     engine = replace(engine, config=replace(engine.config, law=SamplingLaw(end_ids=(1,), min_new_tokens=NEW)))
     layout = engine.layout(*tokens.shape)
-    assert layout.pool_pages < layout.rows * layout.row_pages + layout.prompts * layout.prompt_pages or width < 6
+    whole = layout.rows * layout.row_pages + layout.prompts * layout.prompt_pages
+    assert layout.pool_pages <= whole
+    assert layout.pool_pages < whole or width < 9 or rows == 1
     trajectory = jax.device_get(jax.jit(engine.rollout)(tiny_params(), None, prompts, KEYS))
     assert (trajectory.lengths == NEW).all()
     assert trajectory.stats.stalled == 0

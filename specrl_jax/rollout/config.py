@@ -25,7 +25,7 @@ class RolloutConfig:
     bodies: compiled rounds to choose from, at most 12; by default those of `default_bodies`. The ladder is theirs then.
     rows: sequences that are decoded at the same time, on each device; the others wait. By default all.
     cache_bytes: for the keys and values of policy and drafter, on each device; sequences wait, or sit rounds out, when
-        they do not fit. By default enough for all rows.
+        they do not fit. By default enough for all rows at full length, a prompt counted once for its group.
     ladder: fractions of the rows that the live ones are decoded in as their number falls, in order.
     smallest_rung: fewer rows than this get no rung of their own: each one is compiled.
     """

@@ -112,15 +112,16 @@ class SequenceQueue(AdaptiveRound):
         together = max(1, min(groups, _PREFILL_TOKENS // width, -(-rows // self.config.samples_per_prompt)))
         row_pages = pages_for(self._slots(width), self.numerics)
         prompt_pages = pages_for(max(1, width - 1), self.numerics)
-        # Rows of a group share the full pages of their prompt. What follows these may begin at the end of a page.
-        own_slots = self._slots(width) - max(0, width - 1) + self.numerics.key_block - 1
-        own_pages = min(row_pages, pages_for(own_slots, self.numerics))
-        prompts = min(groups, -(-rows // self.config.samples_per_prompt) + together)
-        pages = rows * own_pages + prompts * prompt_pages
+        # Rows of a group share the full pages of their prompt; what follows these may begin at the end of a page.
+        page, read = self.numerics.key_block, max(0, width - 1)
+        own_pages = pages_for(self._slots(width) - read + page - 1, self.numerics)
+        live_groups = min(groups, -(-rows // self.config.samples_per_prompt))
+        waiting = together * prompt_pages
+        least = row_pages + waiting
+        pages = max(least, min(rows * row_pages, rows * own_pages + live_groups * (read // page)) + waiting)
         budget = self.config.cache_bytes
         if budget is not None:
             kept = self.drafter_bytes(rows + together, width)
-            least = row_pages + together * prompt_pages
             pages = min(pages, max(0, budget - kept) // self.page_bytes())
             if pages < least:
                 raise InputError(

@@ -45,6 +45,7 @@ from specrl_jax.rollout.sampling import SamplingLaw
 from specrl_jax.rollout.trajectory import Trajectory
 from specrl_jax.training.metrics import write_json
 from specrl_jax.training.plots import draw_acceptance_by_rule
+from specrl_jax.training.speculation import acceptance_interval
 
 SCRIPT = "acceptance_by_rule"
 
@@ -172,15 +173,13 @@ def measure(case: Case, model: Model, law: SamplingLaw, prompts: Prompts, config
     stats, tokens = trajectory.stats, int(trajectory.lengths.sum())
     rounds = int(stats.rounds)
     survival = np.asarray(stats.accepted_at, np.float64) / max(rounds, 1)
-    # accepted = sum of indicators "more than i": its second moment is sum (2 i + 1) P(more than i).
-    mean = survival.sum()
-    variance = ((2 * np.arange(len(survival)) + 1) * survival).sum() - mean**2
+    length, half_width = acceptance_interval(stats)
     row = {
         "temperature": law.temperature,
         "rule": case.label,
         "drafts": engine.config.tree.size - 1,
-        "acceptance_length": 1.0 + mean,
-        "ci95": 1.96 * float(np.sqrt(variance / max(rounds, 1))),
+        "acceptance_length": length,
+        "ci95": half_width,
         "first_draft": float(survival[0]),
         "entropy": float(trajectory.entropy_sum) / max(tokens, 1),
         "tokens": tokens,

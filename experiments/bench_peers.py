@@ -37,6 +37,8 @@ from experiments.common import Run, RunOptions, check_least, run_main
 from experiments.expand import Pair
 from experiments.outputs import check_output, markdown_table, open_output, provenance, write_results
 from experiments.peers.client import Peer, check_environments
+from experiments.rollout_options import Drafts, drafter_for
+from specrl_jax.drafters.combined import params_for
 from specrl_jax.errors import InputError
 from specrl_jax.models.numerics import Numerics
 from specrl_jax.rollout.config import RolloutConfig
@@ -64,7 +66,9 @@ class Config(OneDevice):
     draft_lengths: tuple[int, ...] = (0,)
     """Our arms."""
     adaptive: int = 0
-    """Add an arm whose drafts the controller chooses, at most so many of a row; 0 for none."""
+    """Add arms in which the controller chooses the drafts, at most so many of a row; 0 for none."""
+    adaptive_drafts: tuple[Drafts, ...] = ("head",)
+    """Where the drafts of these arms come from, one arm for each."""
     rule: Literal["match", "ratio"] = "match"
     """Our verification rule; ratio is what vLLM does."""
     invariant: bool = False
@@ -99,18 +103,21 @@ class Ours:
     """An arm of our engine; every call has other noise."""
 
     def __init__(
-        self, pair: Pair, config: Config, work: Work, k: int, numerics: Numerics, adaptive: bool = False
+        self, pair: Pair, config: Config, work: Work, k: int, numerics: Numerics, adaptive: Drafts | None = None
     ) -> None:
-        rule = Ratio() if config.rule == "ratio" and k and not adaptive else Match()
+        rule = Ratio() if config.rule == "ratio" and k and adaptive is None else Match()
         # Where responses end as they end, the live rows move into smaller batches, as they do in the other engines.
         ladder = (1.0, 0.5, 0.25, 0.125) if work.end_ids else (1.0,)
-        rollout = RolloutConfig(work.longest, 1, k, work.law, rule, adaptive=adaptive, ladder=ladder, smallest_rung=1)
-        engine = RolloutEngine(pair.policy, rollout, numerics, drafter_of(pair) if k else None)
-        self._program, self._draft = jax.jit(engine.rollout), pair.draft if k else None
+        rollout = RolloutConfig(
+            work.longest, 1, k, work.law, rule, adaptive=adaptive is not None, ladder=ladder, smallest_rung=1
+        )
+        drafter = drafter_for(adaptive or "head", drafter_of(pair)) if k else None
+        engine = RolloutEngine(pair.policy, rollout, numerics, drafter)
+        self._program, self._draft = jax.jit(engine.rollout), params_for(drafter, pair.draft) if k else None
         self._params, self._prompts, self._calls = pair.params, work.prompts, 0
         rows, width = work.prompts.tokens.shape
         context = width + work.longest // 2
-        self._control = costs_at(None, engine, pair.params, pair.draft, rows, context) if adaptive else None
+        self._control = costs_at(None, engine, pair.params, self._draft, rows, context) if adaptive else None
         self.last: Any = None
 
     def __call__(self) -> float:
@@ -198,8 +205,9 @@ def measure(pair: Pair, config: Config, work: Work, peers: Mapping[str, Peer]) -
     rows = len(work.limits)
     arms: dict[str, Any] = {f"ours, {k} drafts": Ours(pair, config, work, k, Numerics()) for k in config.draft_lengths}
     if config.adaptive:
-        name = f"ours, up to {config.adaptive} drafts"
-        arms[name] = Ours(pair, config, work, config.adaptive, Numerics(), adaptive=True)
+        for drafts in config.adaptive_drafts:
+            name = f"ours, up to {config.adaptive} drafts, {drafts}"
+            arms[name] = Ours(pair, config, work, config.adaptive, Numerics(), adaptive=drafts)
     if config.invariant:
         arms["ours, invariant"] = Ours(pair, config, work, config.draft_lengths[0], Numerics("invariant", 8, 8))
     arms |= {name: Theirs(peer, work) for name, peer in peers.items()}

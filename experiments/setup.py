@@ -200,14 +200,19 @@ def check_warm_up(warmup: Any, mesh: Mesh) -> None:
 
 
 def check_draft_training(draft: Any, workload: Workload, mesh: Mesh) -> None:
-    """Raise InputError unless the draft head's batches split over the mesh and its rollouts fill one.
+    """As `check_draft_batches`, with as many prompts as a workload has."""
+    prompts = draft.prompts
+    if isinstance(workload, JsonlWorkload):
+        prompts = min(prompts, workload.train.count)
+    check_draft_batches(draft, prompts, mesh)
+
+
+def check_draft_batches(draft: Any, prompts: int, mesh: Mesh) -> None:
+    """Raise InputError unless the draft head's batches split over the mesh and the rollouts of its prompts fill one.
 
     draft: the options of the stage.
     """
     check_microbatch(draft.microbatch, per_device(draft.batch, mesh, "--draft.batch"))
-    prompts = draft.prompts
-    if isinstance(workload, JsonlWorkload):
-        prompts = min(prompts, workload.train.count)
     devices = mesh.shape[DATA]
     rollouts = prompts * draft.samples // devices * devices
     if rollouts < draft.batch:

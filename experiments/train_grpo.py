@@ -16,11 +16,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
 from experiments.common import profile, progress, run_main
+from experiments.draft_stage import DraftStage
 from experiments.outputs import check_output, open_output, provenance
 from experiments.report import close_run
 from experiments.setup import (
@@ -31,25 +31,21 @@ from experiments.setup import (
     default_numerics,
     draft_head_config,
     load_or_shape_policy,
-    per_device,
     resolve_mesh,
 )
 from experiments.train_options import PRESETS, Config
 from specrl_jax.drafters.combined import head_of, params_for
 from specrl_jax.drafters.eagle3 import Eagle3Drafter
 from specrl_jax.drafters.eagle3_folder import load_drafter, save_drafter, with_policy_embedding
-from specrl_jax.drafters.eagle3_params import Eagle3Params, init_eagle3, select_draft_vocab
-from specrl_jax.drafters.eagle3_training import DraftLossConfig
+from specrl_jax.drafters.eagle3_params import Eagle3Params
 from specrl_jax.drafters.suffix import History, init_history
 from specrl_jax.models.config import PolicyConfig
 from specrl_jax.models.huggingface import save_policy
 from specrl_jax.models.numerics import Numerics
 from specrl_jax.models.params import PolicyParams, init_params
-from specrl_jax.models.policy import forward, grid_batch, sequence_positions
 from specrl_jax.parallel.mesh import make_mesh
 from specrl_jax.rl.drafting import DraftTraining
 from specrl_jax.rl.grpo import GrpoState, GrpoStep, UpdateConfig
-from specrl_jax.rl.microbatches import MicrobatchConfig
 from specrl_jax.rl.optimizers import OptimizerConfig
 from specrl_jax.rl.pass_at_k import mean_ci95
 from specrl_jax.rl.program import GrpoProgram
@@ -59,10 +55,9 @@ from specrl_jax.rollout.config import RolloutConfig
 from specrl_jax.rollout.control import Control
 from specrl_jax.rollout.engine import RolloutEngine
 from specrl_jax.rollout.sampling import SamplingLaw
-from specrl_jax.rollout.trajectory import Sequences, Trajectory, to_sequences
-from specrl_jax.training.checkpoints import latest_step, restore_checkpoint
+from specrl_jax.rollout.trajectory import Trajectory
+from specrl_jax.training.checkpoints import latest_step
 from specrl_jax.training.costs import costs_at
-from specrl_jax.training.draft_head import OfflineDraftTraining
 from specrl_jax.training.grpo_run import GrpoRun, RunConfig, grpo_checkpoints
 from specrl_jax.training.metrics import read_metrics
 from specrl_jax.training.sampling import Sampler, sample_all
@@ -112,11 +107,19 @@ class Session:
         law = self.config.law.law(self.workload.end_ids)
         return Scorer(self.policy, law.full if self.config.loss_on == "full" else law, self.numerics)
 
-    def draft_training(self, optimizer: OptimizerConfig, microbatch: MicrobatchConfig) -> DraftTraining:
-        """Training of the draft head; its own forwards of the policy need no invariant bits."""
-        loss = DraftLossConfig(steps=self.config.draft.unroll, kind=self.config.draft.loss)
-        scorer = dataclasses.replace(self.scorer, numerics=Numerics("plain"))
-        return DraftTraining(scorer, self.drafter.config, loss, optimizer, microbatch)
+    def draft_training(self, optimizer: OptimizerConfig) -> DraftTraining:
+        """Training of the draft head."""
+        return self.config.draft.training(self.scorer, self.drafter.config, optimizer)
+
+    @property
+    def draft_stage(self) -> DraftStage:
+        """Training of a new draft head before RL."""
+        config, draft = self.config, self.config.draft
+        training = self.draft_training(draft.optimizer.for_updates(draft.steps))
+        together = config.prompts * config.samples  # as many rows at once as in a GRPO step
+        return DraftStage(
+            draft, self.engine(0, draft.samples), training, self.drafter, self.mesh, config.run.seed, together
+        )
 
     def program(self, draft_length: int) -> GrpoProgram:
         """The GRPO step with a draft length of its own."""
@@ -132,9 +135,7 @@ class Session:
             recompute_logprobs=config.recompute_logprobs,
             draft_sequences=draft.online_sequences if online else 0,
         )
-        drafting = (
-            self.draft_training(draft.online_optimizer.for_updates(config.steps), draft.microbatch) if online else None
-        )
+        drafting = self.draft_training(draft.online_optimizer.for_updates(config.steps)) if online else None
         adaptive = config.speculation.adaptive and draft_length > 0
         engine = self.engine(draft_length, config.samples, adaptive=adaptive)
         step = GrpoStep(engine, self.scorer, update, drafting, config.run.seed, config.couple_epochs)
@@ -172,60 +173,6 @@ def warm_up(session: Session, params: PolicyParams, out: Path) -> PolicyParams:
         )
     save_policy(out / "warmup", state.params, session.policy, session.workload.tokenizer)
     return state.params
-
-
-def feature_rms(session: Session, params: PolicyParams, sequences: Sequences) -> float:
-    """Root mean square of what the head reads, over some sequences of the policy."""
-    batch = grid_batch(sequences.tokens, sequence_positions(sequences.lengths, sequences.tokens.shape[1]))
-    out = forward(params, session.policy, batch, numerics=Numerics("plain"), boundaries=session.drafter.boundaries)
-    features = np.asarray(out.features, np.float32)[np.asarray(batch.positions) >= 0]
-    return float(np.sqrt(np.mean(features**2)))
-
-
-def train_draft_head(session: Session, params: PolicyParams, key: Any, out: Path) -> Eagle3Params:
-    """A new head, trained offline on rollouts of the policy."""
-    settings, checkpoints = session.config.draft, out / "checkpoints" / "draft"
-    training = session.draft_training(settings.optimizer.for_updates(settings.steps), settings.microbatch)
-    share = per_device(settings.batch, session.mesh, "--draft.batch")
-    offline = OfflineDraftTraining(training, share, session.config.run.seed)
-    head = session.drafter.config
-    if latest_step(checkpoints) == settings.steps:  # a resumed run needs no rollouts for it
-        blank = offline.init(init_eagle3(key, head, np.arange(head.draft_vocab_size)))
-        return restore_checkpoint(checkpoints, blank)[0].draft
-    engine = session.engine(0, settings.samples)
-    # As many rows at once as in a GRPO step.
-    per_step = session.config.prompts * session.config.samples
-    batch = min(settings.prompts, max(1, per_step // settings.samples))
-    sampler = Sampler(engine, session.mesh, "draft_data", session.config.run.seed, batch)
-    trajectory = sample_all(sampler, params, None, session.workload.draft_prompts(settings.prompts))
-    rows = len(trajectory.lengths) // session.mesh.size * session.mesh.size
-    corpus = jax.tree.map(lambda x: x[:rows], to_sequences(jax.tree.map(jnp.asarray, trajectory)))
-    scale = feature_rms(session, params, jax.tree.map(lambda x: x[: settings.microbatch.rows], corpus))
-    seen = np.bincount(np.asarray(corpus.tokens)[np.asarray(corpus.mask)], minlength=session.policy.vocab_size)
-    target_ids = select_draft_vocab(seen, head.draft_vocab_size)
-    draft = init_eagle3(key, head, target_ids, policy=params, feature_rms=scale)
-
-    def program(steps: int) -> Any:
-        compiled = offline.program(session.mesh, steps)
-        return lambda state: compiled(state, params, corpus)
-
-    with progress("draft head", settings.steps, latest_step(checkpoints) or 0) as advance:
-
-        def report(done: int, count: int, metrics: dict[str, Any]) -> bool:
-            overlap = ", ".join(f"{x:.2f}" for x in metrics["draft_overlap"][-1])
-            advance(count, f"loss {np.mean(metrics['draft_loss']):.3f}, overlap {overlap}")
-            return False
-
-        state = run_stage(
-            checkpoints,
-            session.mesh,
-            offline.init(draft),
-            total=settings.steps,
-            chunk=max(1, min(50, settings.steps // 2)),
-            program=program,
-            on_chunk=report,
-        )
-    return state.draft
 
 
 @dataclass(frozen=True, eq=False)
@@ -385,7 +332,8 @@ def main(config: Config) -> None:
     if params is None:
         params = warm_up(session, init_params(model_key, session.policy), out)
     if draft is None and config.trains_head:
-        draft = train_draft_head(session, params, draft_key, out)
+        prompts = session.workload.draft_prompts(config.draft.prompts)
+        draft = session.draft_stage.train(params, prompts, draft_key, out / "checkpoints" / "draft")
         save_drafter(out / "drafter", session.drafter, draft)
     start_from = Start(
         params, session_draft(session, draft, empty_history(session)), params if config.loss.kl_coef > 0 else None

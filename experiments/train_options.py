@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from experiments.common import Run, RunOptions, check_least
+from experiments.draft_stage import DraftStageOptions
 from experiments.rollout_options import LawFlags, LawOptions, SpeculationFlags, SpeculationOptions
 from experiments.setup import PolicyShape
 from specrl_jax.errors import InputError
@@ -37,26 +38,9 @@ class WarmUp:
 
 
 @dataclass(frozen=True)
-class DraftHead:
+class DraftHead(DraftStageOptions):
     """Training of the EAGLE-3 head on the policy's rollouts, before RL and during it."""
 
-    prompts: int = 2048
-    """Prompts whose rollouts are the training data; many, since a head remembers what it has seen before."""
-    samples: int = 1
-    """Rollouts per prompt."""
-    steps: int = 300
-    batch: int = 32
-    """Sequences per update."""
-    microbatch: MicrobatchConfig = MicrobatchConfig(8)
-    unroll: int = 3
-    """Steps of the training-time test."""
-    loss: Literal["kl", "tv", "lk"] = "kl"
-    """kl: cross-entropy with the policy; tv: total variation; lk: kl where drafts are bad, tv where they are good."""
-    vocab_size: int = 32_000
-    """Most tokens that the head may propose: the most frequent ones of the rollouts."""
-    optimizer: OptimizerConfig = OptimizerConfig(
-        0.012, name="muon", warmup_steps=5, schedule="linear", adam_learning_rate=0.004
-    )
     online: bool = True
     """Keep training it on the policy's forwards during RL."""
     online_sequences: int = 2
@@ -64,7 +48,8 @@ class DraftHead:
     online_optimizer: OptimizerConfig = OptimizerConfig(0.0005)
 
     def __post_init__(self) -> None:
-        check_least("draft", self, prompts=1, samples=1, steps=0, batch=1, unroll=1, online_sequences=1, vocab_size=1)
+        super().__post_init__()
+        check_least("draft", self, online_sequences=1)
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,7 @@ from experiments import (
     generate,
     losslessness,
     noise_cost,
+    train_draft,
     train_grpo,
 )
 from experiments.common import run_main
@@ -154,6 +155,7 @@ DAMAGES = {
 
 SCRIPTS = {
     "train_grpo": train_grpo,
+    "train_draft": train_draft,
     "generate": generate,
     "evaluate": evaluate,
     "losslessness": losslessness,

@@ -31,6 +31,16 @@ def speculation_metrics(stats: RolloutStats) -> dict[str, Any]:
     }
 
 
+def acceptance_interval(stats: RolloutStats) -> tuple[float, float]:
+    """Acceptance length and half of its 95% interval, by the normal approximation over uncut rounds."""
+    rounds = max(int(stats.rounds), 1)
+    survival = np.asarray(stats.accepted_at, np.float64) / rounds
+    # accepted = sum of indicators "more than i": its second moment is sum (2 i + 1) P(more than i).
+    mean = survival.sum()
+    variance = ((2 * np.arange(len(survival)) + 1) * survival).sum() - mean**2
+    return 1.0 + float(mean), 1.96 * float(np.sqrt(variance / rounds))
+
+
 def response_metrics(trajectory: Trajectory) -> dict[str, Any]:
     """Lengths in tokens, entropy in nats per token, and speculation, of a trajectory on the host."""
     lengths = np.asarray(trajectory.lengths)

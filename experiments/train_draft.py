@@ -1,0 +1,214 @@
+"""Train a draft head offline on rollouts of its policy, and measure how many drafts are accepted.
+
+`python -m experiments.train_draft --policy P --task jsonl --data D` lets the policy answer prompts, trains an EAGLE-3
+head on the answers (a new one, or that of `--drafter`), saves it in OUT/drafter and rolls out held-out prompts with it:
+acceptance length, its 95% interval over rounds, and survival by depth, of the new head and of the one it started from.
+`--eval-data` names other prompts to be measured on.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import jax
+import numpy as np
+import tyro
+
+from experiments.common import Run, RunOptions, check_least, run_main
+from experiments.draft_stage import DraftStage, DraftStageOptions
+from experiments.inference import Model, ModelFlags, ModelOptions, ProblemOptions, open_model, open_problems
+from experiments.outputs import check_output, markdown_table, open_output, provenance, write_results
+from experiments.rollout_options import LawFlags, LawOptions
+from experiments.setup import check_draft_batches, draft_head_config
+from specrl_jax.data.prompts import Prompts
+from specrl_jax.drafters.eagle3 import Eagle3Drafter
+from specrl_jax.drafters.eagle3_folder import save_drafter
+from specrl_jax.errors import InputError
+from specrl_jax.rl.scoring import Scorer
+from specrl_jax.rollout.config import RolloutConfig
+from specrl_jax.rollout.engine import RolloutEngine
+from specrl_jax.training.metrics import write_json
+from specrl_jax.training.sampling import Sampler, sample_all
+from specrl_jax.training.speculation import acceptance_interval, response_metrics
+from specrl_jax.training.workloads import end_ids
+
+SCRIPT = "train_draft"
+
+
+@dataclass(frozen=True)
+class HeadOptions:
+    """Variants of a new head."""
+
+    norm_before_fc: bool = False
+    """Normalise the policy's features together."""
+    fc_norm: bool = False
+    """Normalise each of the policy's features (EAGLE-3.1)."""
+    norm_before_residual: bool = False
+    norm_output: bool = False
+    """Feed the head's output back after its final norm (EAGLE-3.1)."""
+    qk_norm: bool = False
+
+
+@dataclass(frozen=True)
+class Config:
+    """Options of a training."""
+
+    run: Run = RunOptions()
+    model: ModelFlags = ModelOptions()
+    task: Literal["arithmetic", "jsonl"] | None = None
+    data: str | None = None
+    """Prompts of a jsonl task, answered by the policy: a file, or a dataset on the Hugging Face hub."""
+    layout: str | None = None
+    """gsm8k, math, aime, dapo, chat or generic; told from the fields when left out."""
+    subset: str | None = None
+    """Subset of a dataset on the hub."""
+    data_split: str = "train"
+    """Split of a dataset on the hub."""
+    eval_data: tuple[str, ...] = ()
+    """Files with other prompts to be measured on; by default prompts of --data that were not trained on."""
+    eval_problems: int = 64
+    """Prompts to be measured on, of each."""
+    eval_draft_length: int = 3
+    max_prompt_tokens: int = 256
+    max_new_tokens: int = 256
+    together: int = 256
+    """Responses rolled out at the same time."""
+    law: LawFlags = LawOptions()
+    draft: DraftStageOptions = DraftStageOptions()
+    head: Annotated[HeadOptions, tyro.conf.arg(name="head")] = field(default_factory=HeadOptions)
+
+    def __post_init__(self) -> None:
+        check_least("", self, eval_problems=1, eval_draft_length=1, max_prompt_tokens=1, together=1)
+        if self.model.drafter is not None and self.head != HeadOptions():
+            raise InputError("--head options are for a new head, and --drafter names one; leave one of them out")
+        if self.eval_data and self.task != "jsonl":
+            raise InputError("--eval-data belongs to --task jsonl; give both")
+
+    @property
+    def mesh(self) -> str:
+        """Devices asked for."""
+        return self.model.mesh
+
+    def problems(self, data: str | None, layout: str | None) -> ProblemOptions:
+        """Prompts of a file."""
+        return ProblemOptions(
+            task=self.task,
+            data=data,
+            layout=layout,
+            subset=self.subset,
+            data_split=self.data_split,
+            max_prompt_tokens=self.max_prompt_tokens,
+        )
+
+
+SMOKE = {
+    "task": "arithmetic",
+    "max_new_tokens": 24,
+    "eval_problems": 4,
+    "draft": {"prompts": 16, "steps": 4, "batch": 8, "microbatch": {"rows": 4, "widths": (1.0,)}, "unroll": 2},
+}
+PRESETS: dict[str, Mapping[str, Any]] = {"default": {}, "smoke": SMOKE}
+
+
+@dataclass(frozen=True)
+class Work:
+    """Prompts to train on, and to be measured on by name."""
+
+    train: Prompts
+    held_out: Mapping[str, Prompts]
+
+
+def open_work(config: Config, model: Model) -> Work:
+    """All prompts; InputError when there are too few, or a file cannot be used."""
+    problems = open_problems(config.problems(config.data, config.layout), model.tokenizer)
+    name = Path(config.data).stem if config.data else "arithmetic"
+    if config.task == "arithmetic":
+        draft_prompts = problems.draft_prompts(config.draft.prompts)  # type: ignore[union-attr]  # of the arithmetic task
+        return Work(draft_prompts, {name: problems.held_out("test", config.eval_problems)[0]})
+    count = problems.count  # type: ignore[union-attr]  # of a jsonl task
+    kept = 0 if config.eval_data else config.eval_problems
+    trained = min(config.draft.prompts, count - kept)
+    if trained < 1:
+        raise InputError(f"{config.data} has {count} prompts, all of them wanted by --eval-problems; lower it")
+    train = problems.take(np.arange(trained))[0]  # type: ignore[union-attr]
+    if not config.eval_data:
+        return Work(train, {name: problems.held_out("dev", config.eval_problems)[0]})
+    held_out = {}
+    for path in config.eval_data:
+        found = open_problems(config.problems(path, None), model.tokenizer)
+        held_out[f"{Path(path).parent.name}/{Path(path).stem}"] = found.held_out("test", config.eval_problems)[0]
+    return Work(train, held_out)
+
+
+def engine_of(config: Config, model: Model, drafter: Eagle3Drafter | None, samples: int) -> RolloutEngine:
+    """A rollout with or without the head."""
+    law = config.law.law(end_ids(model.tokenizer))
+    length = 0 if drafter is None else config.eval_draft_length
+    return RolloutEngine(
+        model.policy, RolloutConfig(config.max_new_tokens, samples, length, law), model.numerics, drafter
+    )
+
+
+def measure(
+    config: Config, model: Model, drafter: Eagle3Drafter, draft: Any, work: Work, which: str
+) -> list[dict[str, Any]]:
+    """A row for every set of held-out prompts."""
+    rows = []
+    for name, prompts in work.held_out.items():
+        engine = engine_of(config, model, drafter, 1)
+        batch = min(len(prompts.lengths), config.together)
+        sampler = Sampler(engine, model.mesh, "evaluation", config.run.seed, batch)
+        trajectory = sample_all(sampler, model.params, draft, prompts)  # type: ignore[arg-type]  # initialised
+        metrics = response_metrics(trajectory)
+        length, half_width = acceptance_interval(trajectory.stats)
+        rows.append(
+            {
+                "head": which,
+                "prompts": name,
+                "draft_length": config.eval_draft_length,
+                "temperature": config.law.temperature,
+                "acceptance_length": length,
+                "ci95": half_width,
+                "survival_per_position": metrics.get("survival_per_position"),
+                "entropy": metrics["entropy"],
+                "response_tokens": metrics["response_tokens"],
+            }
+        )
+    return rows
+
+
+def main(config: Config) -> None:
+    """Check everything, roll out, train, save, measure and print."""
+    inputs = {"policy": config.model.policy, "drafter": config.model.drafter, "data": config.data}
+    check_output(config.run, SCRIPT, **inputs, **{f"eval-data-{i}": path for i, path in enumerate(config.eval_data)})
+    model = open_model(config.model, config.run, config.draft.prompts)
+    drafter = model.drafter
+    if config.model.drafter is None or drafter is None:
+        head = draft_head_config(model.policy, config.draft.vocab_size)
+        drafter = Eagle3Drafter(replace(head, **vars(config.head)))
+    work = open_work(config, model)
+    check_draft_batches(config.draft, len(work.train.lengths), model.mesh)
+    engine = engine_of(config, model, None, config.draft.samples)
+    for prompts in (work.train, *work.held_out.values()):
+        engine.check_prompt_width(prompts.tokens.shape[1])
+    out = open_output(config.run, config, SCRIPT)
+    model = model.initialised(config.run.seed)
+    assert model.params is not None
+    optimizer = config.draft.optimizer.for_updates(config.draft.steps)
+    training = config.draft.training(Scorer(model.policy, engine.config.law, model.numerics), drafter.config, optimizer)
+    stage = DraftStage(config.draft, engine, training, drafter, model.mesh, config.run.seed, config.together)
+    start = model.draft if config.model.drafter is not None else None
+    table = [] if start is None else measure(config, model, drafter, start, work, "before")
+    key = jax.random.key(config.run.seed)
+    draft = stage.train(model.params, work.train, key, out / "checkpoints" / "draft", start)
+    save_drafter(out / "drafter", drafter, draft)
+    table += measure(config, model, drafter, draft, work, "after")
+    source = provenance(config.run.seed)
+    write_results(out, table, "Acceptance of a draft head", source)
+    write_json(out / "summary.json", {"acceptance_length": table[-1]["acceptance_length"]} | source)
+    print(markdown_table(table), flush=True)
+
+
+if __name__ == "__main__":
+    run_main(main, Config, PRESETS)

@@ -1,0 +1,82 @@
+"""A draft head trained offline from the command line: it learns, resumes to the same bits, refuses bad input."""
+
+import json
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+from scripts import refusal, run_script, write_models
+
+from experiments import train_draft
+
+pytestmark = pytest.mark.ci
+SMALL = (
+    *("--max-new-tokens", 24, "--eval-problems", 4, "--draft.prompts", 8, "--draft.steps", 4, "--draft.batch", 4),
+    *("--draft.microbatch.rows", 4, "--draft.microbatch.widths", 1.0, "--draft.unroll", 2, "--mesh", "data=1"),
+)
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    return write_models(tmp_path_factory.mktemp("models"))
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("data")
+    for name, start in (("train", 10), ("other", 50)):
+        rows = ({"prompt": f"{i}+{i}=", "answer": str(2 * i)} for i in range(start, start + 14))
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder
+
+
+def rows_of(out):
+    return json.loads((out / "results.json").read_text())["rows"]
+
+
+def test_a_head_is_trained_measured_and_resumed(monkeypatch, tmp_path, models, data):
+    given = ("--policy", models / "policy", "--task", "jsonl", "--data", data / "train.jsonl", *SMALL)
+    out = tmp_path / "run"
+    run_script(
+        monkeypatch, train_draft, *given, "--head.fc-norm", "--head.norm-output", "--draft.loss", "lk", "--out", out
+    )
+    first = load_file(out / "drafter" / "model.safetensors")
+    assert "fc_norm.2.weight" in first
+    assert [(row["head"], row["prompts"]) for row in rows_of(out)] == [("after", "train")]
+    run_script(monkeypatch, train_draft, *chosen, "--resume")
+    for name, tensor in load_file(out / "drafter" / "model.safetensors").items():
+        np.testing.assert_array_equal(tensor, first[name])
+    # From that head on, measured on other prompts too.
+    more = (*given, "--drafter", out / "drafter", "--eval-data", data / "train.jsonl", data / "other.jsonl")
+    run_script(monkeypatch, train_draft, *more, "--out", tmp_path / "more")
+    heads = [row["head"] for row in rows_of(tmp_path / "more")]
+    assert heads == ["before", "before", "after", "after"]
+    assert rows_of(tmp_path / "more")[0]["acceptance_length"] >= 1.0
+
+
+@pytest.mark.parametrize(
+    ("argv", "sentence"),
+    [
+        ((), "--task is missing; choose arithmetic or jsonl"),
+        (("--task", "jsonl"), "--task jsonl needs --data"),
+        (("--task", "arithmetic", "--eval-data", "some"), "--eval-data belongs to --task jsonl"),
+        (
+            ("--task", "arithmetic", "--draft.batch", 16),
+            "8 prompts fill no batch of 16",
+        ),
+        (("--task", "arithmetic", "--draft.loss", "tv", "--eval-draft-length", 0), "--eval-draft-length is 0"),
+        (("--task", "arithmetic", "--drafter", "x", "--head.qk-norm"), "--head options are for a new head"),
+        (("--task", "arithmetic", "--head.fc-norm", "--head.norm-before-fc"), "sets norm_before_fc and fc_norm"),
+    ],
+)
+def test_bad_input_is_refused(monkeypatch, capsys, tmp_path, models, argv, sentence):
+    out = tmp_path / "out"
+    given = ("--policy", models / "policy", *SMALL, *argv, "--out", out)
+    assert sentence in refusal(monkeypatch, capsys, train_draft, *given)
+    assert not out.exists()
+
+
+def test_more_problems_than_there_are_is_refused(monkeypatch, capsys, tmp_path, models, data):
+    given = ("--policy", models / "policy", "--task", "jsonl", "--data", data / "train.jsonl", *SMALL)
+    said = refusal(monkeypatch, capsys, train_draft, *given, "--eval-problems", 14, "--out", tmp_path / "out")
+    assert "has 14 prompts, all of them wanted by --eval-problems; lower it" in said

@@ -136,7 +136,7 @@ def test_a_failed_save_leaves_the_old_head(tmp_path, monkeypatch):
     def fail(*_, **__):
         raise OSError("disk full")
 
-    monkeypatch.setattr("specrl_jax.drafters.eagle3_folder.write_tensors", fail)
+    monkeypatch.setattr("specrl_jax.drafters.head_files.write_tensors", fail)
     with pytest.raises(OSError, match="disk full"):
         save_drafter(tmp_path / "drafter", drafter, init_eagle3(jax.random.key(1), CONFIG, IDS))
     assert_equal(load_drafter(tmp_path / "drafter")[1], params)

@@ -23,16 +23,15 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 from jax import lax
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
 from specrl_jax.drafters.eagle3_params import Eagle3Config, Eagle3Params, Eagle3Weights
 from specrl_jax.drafters.protocol import Choice, Choose, Texts, choose_next, propose_tree
+from specrl_jax.drafters.row_cache import attend, write
 from specrl_jax.models.linear import linear
 from specrl_jax.models.policy import rms_norm, swiglu
 from specrl_jax.models.rope import apply_rope, rope_angles
 from specrl_jax.models.tree import Tree
-
-_MASKED = -1e30
 
 
 @struct.dataclass
@@ -127,52 +126,6 @@ def init_state(config: Eagle3Config, rows: int, capacity: int) -> Eagle3State:
     return Eagle3State(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype), none, none, hidden)
 
 
-def _write(
-    cached: Float[Array, "r g s c"], new: Float[Array, "n g c"], positions: Int[Array, "r q"]
-) -> Float[Array, "r g s c"]:
-    """Write tokens into slots of their rows; padding (position -1) is dropped."""
-    rows = jnp.broadcast_to(jnp.arange(positions.shape[0], dtype=jnp.int32)[:, None], positions.shape)
-    slots = jnp.where(positions < 0, cached.shape[2], positions)
-    return cached.at[rows, :, slots].set(new.reshape(*positions.shape, *new.shape[1:]), mode="drop")
-
-
-def _attend(
-    q: Float[Array, "r m h c"],
-    keys: Float[Array, "r g s c"],
-    values: Float[Array, "r g s c"],
-    start: Int[Array, "r"],
-    visible: Int[Array, "r"],
-    own_keys: Float[Array, "r g e c"],
-    own_values: Float[Array, "r g e c"],
-    sees: Bool[Array, "m e"],
-) -> Float[Array, "r m h c"]:
-    """Attention of `m` queries per row over cached slots `start` to `visible - 1` and over `e` keys beside them.
-
-    `sees[m, e]` tells which of those beside them a query reads.
-    """
-    rows, kv_heads, slots, width = keys.shape
-    count = q.shape[1]
-    # Keys times a column of queries, not queries times transposed keys: on XLA:CPU 3 to 10 times faster for few
-    # queries. The barriers keep the compiler from turning one into the other.
-    grouped = q.reshape(rows, count, kv_heads, -1, width).transpose(0, 2, 3, 1, 4).reshape(rows, kv_heads, -1, width)
-    columns = lax.optimization_barrier((grouped * width**-0.5).transpose(0, 1, 3, 2))
-    scores = jnp.einsum("rgsc,rgcm->rgsm", keys, columns, preferred_element_type=jnp.float32)
-    scores = lax.optimization_barrier(scores).transpose(0, 1, 3, 2)
-    own_scores = jnp.einsum("rgcm,rgec->rgme", columns, own_keys, preferred_element_type=jnp.float32)
-    own_sees = jnp.tile(sees, (grouped.shape[2] // count, 1))
-    own_scores = jnp.where(own_sees[None, None], own_scores, _MASKED)
-    slot = jnp.arange(slots, dtype=jnp.int32)[None]
-    is_visible = (slot >= start[:, None]) & (slot < visible[:, None])
-    scores = jnp.where(is_visible[:, None, None], scores, _MASKED)
-    maximum = jnp.maximum(scores.max(-1, keepdims=True), own_scores.max(-1, keepdims=True))
-    mix, own_mix = jnp.exp(scores - maximum), jnp.exp(own_scores - maximum)
-    total = mix.sum(-1, keepdims=True) + own_mix.sum(-1, keepdims=True)
-    out = jnp.einsum("rgms,rgsc->rgmc", mix.astype(values.dtype), values, preferred_element_type=jnp.float32)
-    own = jnp.einsum("rgme,rgec->rgmc", own_mix.astype(values.dtype), own_values, preferred_element_type=jnp.float32)
-    mixed = ((out + own) / total).reshape(rows, kv_heads, -1, count, width).transpose(0, 3, 1, 2, 4)
-    return mixed.reshape(q.shape).astype(q.dtype)
-
-
 def commit(
     config: Eagle3Config,
     params: Eagle3Params,
@@ -196,12 +149,12 @@ def commit(
     x = attention_input(config, weights, embed, tokens.reshape(-1), fused)
     keys, values = project_keys(config, weights, x, jnp.maximum(positions, 0))
     length = state.length + counts
-    all_keys, all_values = _write(state.keys, keys, slots), _write(state.values, values, slots)
+    all_keys, all_values = write(state.keys, keys, slots), write(state.values, values, slots)
 
     last = jnp.arange(rows, dtype=jnp.int32) * width + jnp.maximum(counts - 1, 0)
     queries = project_queries(config, weights, x[last], jnp.maximum(length - 1, 0))
     own = keys[last][:, :, None], values[last][:, :, None]
-    attended = _attend(queries[:, None], all_keys, all_values, state.start, length - 1, *own, jnp.ones((1, 1), bool))[
+    attended = attend(queries[:, None], all_keys, all_values, state.start, length - 1, *own, jnp.ones((1, 1), bool))[
         :, 0
     ]
     hidden = mix_and_mlp(config, weights, fused[last], attended)
@@ -244,7 +197,7 @@ def propose(
             queries = queries.reshape(rows, count, *queries.shape[1:])
             own = jnp.concatenate(keys, axis=2), jnp.concatenate(values, axis=2)
             sees = jnp.asarray(tree.sees[np.ix_(nodes, read)])
-            attended = _attend(queries, state.keys, state.values, state.start, state.length, *own, sees)
+            attended = attend(queries, state.keys, state.values, state.start, state.length, *own, sees)
             attended = attended.reshape(rows * count, *attended.shape[2:])
             hidden = mix_and_mlp(config, weights, fed, attended).reshape(rows, count, -1)
         logits = draft_logits(config, weights, hidden.reshape(rows * count, -1)).reshape(rows, count, -1)
@@ -280,7 +233,7 @@ def advance(
     values = lax.dynamic_update_slice_in_dim(carry.values, new_values[:, :, None], step, 2)
     queries = project_queries(config, weights, x, positions)[:, None]
     sees = (jnp.arange(keys.shape[2], dtype=jnp.int32) <= step)[None]
-    attended = _attend(queries, state.keys, state.values, state.start, state.length, keys, values, sees)
+    attended = attend(queries, state.keys, state.values, state.start, state.length, keys, values, sees)
     hidden = mix_and_mlp(config, weights, fed, attended[:, 0])
     return Drafted(keys, values, hidden), draft_logits(config, weights, hidden)
 

@@ -1,26 +1,23 @@
 """EAGLE-3 heads as folders: config.json and model.safetensors in the layout of SpecForge, which vLLM and SGLang read.
 
-The embedding is the policy's and not stored, unless the head has one of its own. `d2t` holds for each draft token
-the offset to its target token, `t2d` which target tokens are in the draft vocabulary.
+The embedding is the policy's and not stored, unless the head has one of its own.
 """
 
 import dataclasses
-import json
 from pathlib import Path
 
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
-from safetensors import safe_open
 
 from specrl_jax.drafters.eagle3 import Eagle3Drafter
 from specrl_jax.drafters.eagle3_dialects import config_from_json, config_json
 from specrl_jax.drafters.eagle3_params import Eagle3Config, Eagle3Params, as_weights, by_name, weight_shapes
+from specrl_jax.drafters.head_files import read_target_ids, read_tensors, save_head, vocab_maps, weights_file
 from specrl_jax.errors import InputError
 from specrl_jax.models.config import PolicyConfig
-from specrl_jax.models.folders import replaced_folder
 from specrl_jax.models.huggingface import resolve_folder
-from specrl_jax.models.weights import WEIGHTS_FILE, read_json, tensor_headers, write_tensors
+from specrl_jax.models.weights import WEIGHTS_FILE, read_json, tensor_headers
 
 _NAMES = {
     "fc": "fc.weight",
@@ -40,11 +37,7 @@ _NAMES = {
     "q_norm": "midlayer.self_attn.q_norm.weight",
     "k_norm": "midlayer.self_attn.k_norm.weight",
 }
-_OFFSETS, _MEMBERS, _EMBED = "d2t", "t2d", "embed_tokens.weight"
-_TYPES = {_OFFSETS: ("I64", "I32"), _MEMBERS: ("BOOL",)}
-_FLOATS = ("F64", "F32", "F16", "BF16")
-
-_IGNORED = ("rotary_emb.inv_freq", "verifier_norm.weight", "verifier_lm_head.weight")  # copies of the policy's
+_EMBED = "embed_tokens.weight"
 
 
 def _name(field: str) -> str:
@@ -57,86 +50,25 @@ def drafter_tensors(params: Eagle3Params, config: Eagle3Config) -> dict[str, np.
 
     A head of the whole vocabulary is stored in its order and without maps: vLLM refuses them there.
     """
-    ids = np.asarray(params.target_ids, np.int64)
     tensors = {_name(field): np.ascontiguousarray(np.asarray(x)) for field, x in by_name(params.weights).items()}
     if params.embed is not None:
         tensors[_EMBED] = np.ascontiguousarray(np.asarray(params.embed))
-    if len(ids) == config.vocab_size:
-        return tensors | {_NAMES["lm_head"]: tensors[_NAMES["lm_head"]][np.argsort(ids)]}
-    members = np.zeros((config.vocab_size,), bool)
-    members[ids] = True
-    return tensors | {_OFFSETS: ids - np.arange(len(ids)), _MEMBERS: members}
+    maps = vocab_maps(np.asarray(params.target_ids), config.vocab_size)
+    if not maps:
+        head = _NAMES["lm_head"]
+        tensors[head] = tensors[head][np.argsort(np.asarray(params.target_ids))]
+    return tensors | maps
 
 
 def save_drafter(folder: str | Path, drafter: Eagle3Drafter, params: Eagle3Params) -> None:
     """Write a head; an earlier head in that folder is replaced as a whole, anything else there is refused."""
-    folder = Path(folder)
-    if folder.exists() and not (folder / "config.json").exists() and (folder.is_file() or any(folder.iterdir())):
-        raise InputError(f"{folder} exists and holds no draft head; choose another folder to save the head in")
-    hf = config_json(drafter.config)
-    with replaced_folder(folder) as fresh:
-        (fresh / "config.json").write_text(json.dumps(hf, indent=2) + "\n", encoding="utf-8")
-        tensors = drafter_tensors(params, drafter.config)
-        write_tensors(fresh, tensors, shard_bytes=1 + sum(tensor.nbytes for tensor in tensors.values()))
+    save_head(folder, config_json(drafter.config), drafter_tensors(params, drafter.config))
 
 
 def _canonical(name: str) -> str:
     """SpecForge's name of a tensor; others prefix `model.` or call the layer `layers.0`."""
     name = name.removeprefix("model.")
     return "midlayer." + name.removeprefix("layers.0.") if name.startswith("layers.0.") else name
-
-
-def _stored_names(file: Path, config: Eagle3Config) -> dict[str, str]:
-    """The name in the file of every tensor, by canonical name, after checks of names, shapes and element types."""
-    expected = {_name(field): shape for field, shape in weight_shapes(config).items()}
-    expected |= {_OFFSETS: (config.draft_vocab_size,), _MEMBERS: (config.vocab_size,)}
-    expected[_EMBED] = (config.vocab_size, config.hidden_size)
-    stored: dict[str, str] = {}
-    for name, (shape, kind) in tensor_headers(file).items():
-        if name.endswith(_IGNORED):
-            continue
-        canonical = _canonical(name)
-        if canonical not in expected or canonical in stored:
-            raise InputError(f"{file} has the unexpected tensor {name}; its config.json asks for no such weight")
-        if shape != expected[canonical]:
-            raise InputError(
-                f"{file} has tensor {name} of shape {list(shape)} where config.json asks for "
-                f"{list(expected[canonical])}; use the config.json that belongs to these weights"
-            )
-        if kind not in _TYPES.get(canonical, _FLOATS):
-            raise InputError(f"{file} has tensor {name} of type {kind}; only unquantized heads are supported")
-        stored[canonical] = name
-    optional = {_MEMBERS, _EMBED}
-    if config.draft_vocab_size == config.vocab_size:
-        optional.add(_OFFSETS)
-    for name in expected:
-        if name not in stored and name not in optional:
-            raise InputError(f"{file} lacks tensor {name}; its weights do not belong to its config.json")
-    return stored
-
-
-def _target_ids(file: Path, config: Eagle3Config, offsets: np.ndarray | None, members: np.ndarray | None) -> np.ndarray:
-    """Target token of every draft token. `d2t` decides: it may be in any order, so `t2d` can only be checked."""
-    ids = np.arange(config.draft_vocab_size)
-    if offsets is not None:
-        ids = ids + offsets.astype(np.int64)
-    if ids.min() < 0 or ids.max() >= config.vocab_size or len(np.unique(ids)) != len(ids):
-        raise InputError(f"{file} has a d2t that names a token twice or outside the vocabulary; download it again")
-    if members is not None and not (members.sum() == len(ids) and members[ids].all()):
-        raise InputError(f"{file} has a t2d that does not belong to its d2t; download it again")
-    return ids.astype(np.int32)
-
-
-def _weights_file(folder: Path) -> Path:
-    file = folder / WEIGHTS_FILE
-    if file.exists():
-        return file
-    if list(folder.glob("*.bin")) or list(folder.glob("*.pt")):
-        raise InputError(
-            f"{folder} holds pickled weights, which can run code; convert them with "
-            f"`python -m experiments.convert --source {folder} --out FOLDER`"
-        )
-    raise InputError(f"{folder} lacks {WEIGHTS_FILE}; give the folder of an EAGLE-3 head")
 
 
 def load_drafter(
@@ -163,12 +95,12 @@ def load_drafter(
         config = config_from_json(hf, policy, boundaries, own_embed)
     except InputError as error:
         raise InputError(f"{config_file}: {error}") from None
-    file = _weights_file(folder)
-    stored = _stored_names(file, config)
-    dtype = jnp.dtype(config.dtype)
-    with safe_open(file, framework="numpy") as opened:
-        found = {name: opened.get_tensor(original) for name, original in stored.items()}
-    ids = _target_ids(file, config, found.get(_OFFSETS), found.get(_MEMBERS))
+    file = weights_file(folder)
+    expected = {_name(field): shape for field, shape in weight_shapes(config).items()}
+    expected[_EMBED] = (config.vocab_size, config.hidden_size)
+    sizes = config.draft_vocab_size, config.vocab_size
+    found = read_tensors(file, expected, (_EMBED,), *sizes, _canonical)
+    ids, dtype = read_target_ids(file, found, *sizes), jnp.dtype(config.dtype)
     arrays = {field: jnp.asarray(found[_name(field)].astype(dtype)) for field in weight_shapes(config)}
     embed = jnp.asarray(found[_EMBED].astype(dtype)) if own_embed else None
     return Eagle3Drafter(config), Eagle3Params(as_weights(arrays), jnp.asarray(ids), embed)

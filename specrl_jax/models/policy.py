@@ -14,6 +14,7 @@ decoding (a few new tokens per row). Steps:
 
 import dataclasses
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -100,23 +101,30 @@ def swiglu(
     return linear(jax.nn.silu(linear(x, gate)) * linear(x, up), down)
 
 
-def _project_qkv(
-    config: PolicyConfig, layer: LayerParams, x: Float[Array, "n d"], positions: Int[Array, "n"]
+def project_qkv(
+    config: PolicyConfig, layer: LayerParams, normed: Float[Array, "n d"], positions: Int[Array, "n"]
 ) -> tuple[Float[Array, "n h c"], Float[Array, "n g c"], Float[Array, "n g c"]]:
-    normed = rms_norm(x, layer.attn_norm, config.rms_norm_eps)
+    """Rotated queries and keys, and values, of normalised hidden states."""
     q, k, v = linear(normed, layer.q_proj), linear(normed, layer.k_proj), linear(normed, layer.v_proj)
     if layer.q_bias is not None and layer.k_bias is not None and layer.v_bias is not None:
         q, k, v = q + layer.q_bias[None], k + layer.k_bias[None], v + layer.v_bias[None]
-    q, k, v = (y.reshape(x.shape[0], -1, config.head_dim) for y in (q, k, v))
+    q, k, v = (y.reshape(normed.shape[0], -1, config.head_dim) for y in (q, k, v))
     if layer.q_norm is not None and layer.k_norm is not None:
         q, k = rms_norm(q, layer.q_norm, config.rms_norm_eps), rms_norm(k, layer.k_norm, config.rms_norm_eps)
     cos, sin = rope_angles(positions, config.rope, config.head_dim)
     return apply_rope(q, cos, sin), apply_rope(k, cos, sin), v
 
 
-def _mix_and_mlp(
+def _norm_and_project(
+    config: PolicyConfig, layer: LayerParams, x: Float[Array, "n d"], positions: Int[Array, "n"]
+) -> Any:
+    return project_qkv(config, layer, rms_norm(x, layer.attn_norm, config.rms_norm_eps), positions)
+
+
+def mix_and_mlp(
     config: PolicyConfig, layer: LayerParams, x: Float[Array, "n d"], attended: Float[Array, "n h c"]
 ) -> Float[Array, "n d"]:
+    """The layer after attention."""
     x = x + linear(attended.reshape(x.shape[0], -1), layer.o_proj)
     normed = rms_norm(x, layer.mlp_norm, config.rms_norm_eps)
     return x + swiglu(normed, layer.gate_proj, layer.up_proj, layer.down_proj)
@@ -170,7 +178,7 @@ def forward(
     streams = [x]
     keys, values = [], []
     for i, layer in enumerate(params.layers):
-        q, k, v = map_tokens(functools.partial(_project_qkv, config), layer, (x, angles_at), numerics)
+        q, k, v = map_tokens(functools.partial(_norm_and_project, config), layer, (x, angles_at), numerics)
         grid = _to_grid(q, batch, queries)
         if cache is None or where is None:
             k, v = (_to_grid(y, batch, queries).transpose(0, 2, 1, 3) for y in (k, v))
@@ -180,7 +188,7 @@ def forward(
             values.append(write_slots(cache.values[i], v, *where))
             attended = paged_attention(grid, keys[i], values[i], cache.table, grid_positions, numerics, batch.tree)
         attended = _from_grid(attended, batch, queries)
-        x = map_tokens(functools.partial(_mix_and_mlp, config), layer, (x, attended), numerics)
+        x = map_tokens(functools.partial(mix_and_mlp, config), layer, (x, attended), numerics)
         streams.append(x)
     features = jnp.concatenate([streams[b] for b in boundaries], axis=-1) if boundaries else None
     new_cache = None if cache is None else dataclasses.replace(cache, keys=tuple(keys), values=tuple(values))

@@ -19,7 +19,7 @@ from specrl_jax.models.params import LayerParams, PolicyParams, layer_shapes
 
 WEIGHTS_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
-_LAYER_NAMES = {
+LAYER_NAMES = {
     "attn_norm": "input_layernorm.weight",
     "q_proj": "self_attn.q_proj.weight",
     "k_proj": "self_attn.k_proj.weight",
@@ -40,7 +40,7 @@ _FLOATS = ("F64", "F32", "F16", "BF16")
 
 
 def _layer_name(layer: int, field: str) -> str:
-    return f"model.layers.{layer}.{_LAYER_NAMES[field]}"
+    return f"model.layers.{layer}.{LAYER_NAMES[field]}"
 
 
 def tensor_shapes(config: PolicyConfig) -> dict[str, tuple[int, ...]]:
@@ -61,7 +61,7 @@ def _named_tensors(params: PolicyParams) -> Iterator[tuple[str, np.ndarray]]:
     if params.head is not None:
         yield _HEAD, np.asarray(params.head)
     for i, layer in enumerate(params.layers):
-        for field in _LAYER_NAMES:
+        for field in LAYER_NAMES:
             value = getattr(layer, field)
             if value is not None:
                 yield _layer_name(i, field), np.asarray(value)
@@ -195,7 +195,7 @@ def read_params(folder: Path, config: PolicyConfig) -> PolicyParams:
     dtype = jnp.dtype(config.dtype)
     layers: list[dict[str, Any]] = [{} for _ in range(config.num_layers)]
     outer: dict[str, Any] = {}
-    fields = {name: field for field, name in _LAYER_NAMES.items()}
+    fields = {name: field for field, name in LAYER_NAMES.items()}
     for file in sorted(set(files.values())):
         with safe_open(file, framework="numpy") as opened:
             for name in tensor_shapes(config):

@@ -110,23 +110,29 @@ def row_acceptance(control: Control, record: Float[Array, "r 2"]) -> Float[Array
     return jnp.minimum((record[:, 1] + _PRIOR * overall) / (record[:, 0] + _PRIOR), 0.99)
 
 
-def _expected_tokens(
-    control: Control, body: Body, longest: int, live: Bool[Array, "r"], record: Float[Array, "r 2"]
-) -> Float[Array, ""]:
-    """Tokens that a round of a body emits, its drafts dealt to the rows as their records advise."""
+def _worth_of_drafts(
+    control: Control, depth: int, live: Bool[Array, "r"], record: Float[Array, "r 2"]
+) -> Float[Array, "d"]:
+    """Tokens expected of the best 1, 2, ... drafts, dealt to the rows as their records advise, `depth` of a row."""
     acceptance = jnp.where(live, row_acceptance(control, record), 0.0)
-    depth = jnp.arange(1, body.depth(longest) + 1, dtype=jnp.float32)
-    best = -jnp.sort(-(acceptance[:, None] ** depth[None]).reshape(-1))
+    depths = jnp.arange(1, depth + 1, dtype=jnp.float32)
+    return jnp.cumsum(-jnp.sort(-(acceptance[:, None] ** depths[None]).reshape(-1)))
+
+
+def _expected_tokens(body: Body, worth: Float[Array, "d"], live: Bool[Array, "r"]) -> Float[Array, ""]:
+    """Tokens that a round of a body emits; `worth` is of its depth."""
     count = jnp.sum(live, dtype=jnp.int32)
-    taken = jnp.arange(best.shape[0], dtype=jnp.int32) < body.tokens - count
-    return count.astype(jnp.float32) + jnp.sum(jnp.where(taken, best, 0.0))
+    drafts = jnp.clip(body.tokens - count, 0, worth.shape[0])
+    gained = worth.at[drafts - 1].get(mode="clip") if worth.shape[0] else jnp.float32(0.0)
+    return count.astype(jnp.float32) + jnp.where(drafts > 0, gained, 0.0)
 
 
 def promised_rate(
     control: Control, index: int, body: Body, longest: int, live: Bool[Array, "r"], record: Float[Array, "r 2"]
 ) -> Float[Array, ""]:
     """Tokens per second that body number `index` promises, without what the context costs."""
-    return _expected_tokens(control, body, longest, live, record) / control.seconds[index]
+    worth = _worth_of_drafts(control, body.depth(longest), live, record)
+    return _expected_tokens(body, worth, live) / control.seconds[index]
 
 
 def choose_body(
@@ -145,7 +151,9 @@ def choose_body(
         live: rows that take part. record: of every row.
         slots: tokens in their caches. now: the current body, or -1.
     """
-    tokens = jnp.stack([_expected_tokens(control, body, longest, live, record) for body in bodies])
+    # Bodies of one depth share a sort.
+    worth = {d: _worth_of_drafts(control, d, live, record) for d in sorted({body.depth(longest) for body in bodies})}
+    tokens = jnp.stack([_expected_tokens(body, worth[body.depth(longest)], live) for body in bodies])
     fits = jnp.array([body.rows for body in bodies], jnp.int32) >= jnp.sum(live)
     seconds = control.seconds + control.per_slot * slots.astype(jnp.float32)
     rate = jnp.where(fits, tokens / seconds, 0.0)

@@ -1,0 +1,199 @@
+"""Block drafters as folders: the layout of speculators' DFlash and DSpark, which vLLM reads, and of DFlash's authors.
+
+The embedding is the policy's, and so are the output rows of a drafter of the whole vocabulary: neither is stored.
+"""
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from transformers import AutoConfig
+
+from specrl_jax.drafters.block import BlockDrafter
+from specrl_jax.drafters.block_params import BlockConfig, BlockParams, as_weights, by_name, weight_shapes
+from specrl_jax.drafters.head_files import read_target_ids, read_tensors, save_head, vocab_maps, weights_file
+from specrl_jax.errors import InputError
+from specrl_jax.models.config import PolicyConfig
+from specrl_jax.models.huggingface import resolve_folder
+from specrl_jax.models.huggingface_config import config_from_hf, config_to_hf
+from specrl_jax.models.params import PolicyParams
+from specrl_jax.models.policy import head_weights
+from specrl_jax.models.weights import LAYER_NAMES, read_json
+
+_NAMES = {
+    "fc": "fc.weight",
+    "hidden_norm": "hidden_norm.weight",
+    "final_norm": "norm.weight",
+    "markov_in": "markov_head.markov_w1.weight",
+    "markov_out": "markov_head.markov_w2.weight",
+    "confidence_kernel": "confidence_head.proj.weight",
+    "confidence_bias": "confidence_head.proj.bias",
+}
+_HEAD, _EMBED = "lm_head.weight", "embed_tokens.weight"
+_LAYER_IDS = "aux_hidden_state_layer_ids"
+
+
+def is_block_drafter(hf: dict[str, Any]) -> bool:
+    """Whether a config.json is of a block drafter."""
+    architecture = str((hf.get("architectures") or [""])[0])
+    return (
+        hf.get("speculators_model_type") in ("dflash", "dspark") or "DFlash" in architecture or "DSpark" in architecture
+    )
+
+
+def _name(field: str) -> str:
+    """Name in the folder of an array of the weights."""
+    if field.startswith("layers."):
+        _, index, own = field.split(".")
+        return f"layers.{index}.{LAYER_NAMES[own]}"
+    return _NAMES[field]
+
+
+def config_json(config: BlockConfig) -> dict[str, Any]:
+    """The config.json of a drafter, as speculators writes it; ids of layers are residual boundaries there."""
+    layer = config_to_hf(config.backbone)
+    algorithm = "dspark" if config.markov_rank or config.confidence else "dflash"
+    hf = {
+        "architectures": ["DSparkSpeculator" if algorithm == "dspark" else "DFlashSpeculator"],
+        "speculators_model_type": algorithm,
+        "speculators_version": "0.9.0",
+        "speculators_config": {
+            "algorithm": algorithm,
+            "default_proposal_method": "greedy",
+            "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": config.drafts}],
+            "verifier": {"architectures": [], "name_or_path": None},
+        },
+        "transformer_layer_config": {name: value for name, value in layer.items() if name != "architectures"},
+        "draft_vocab_size": config.draft_vocab_size,
+        _LAYER_IDS: list(config.boundaries),
+        "block_size": config.block_size,
+        "mask_token_id": config.mask_token_id,
+        "sample_from_anchor": config.sample_from_anchor,
+        "dtype": config.backbone.dtype,
+    }
+    if algorithm == "dflash":
+        return hf
+    return hf | {
+        "markov_rank": config.markov_rank,
+        "markov_head_type": "vanilla",
+        "enable_confidence_head": config.confidence,
+        "confidence_head_with_markov": config.confidence and config.markov_rank > 0,
+    }
+
+
+def _flat(hf: dict[str, Any]) -> tuple[dict[str, Any], list[int], dict[str, Any]]:
+    """The layers' config, the boundaries, and what is said of the block; for both layouts."""
+    if "speculators_model_type" in hf:
+        layer = dict(hf.get("transformer_layer_config") or {})
+        # Only what differs from the defaults of transformers is written.
+        whole = AutoConfig.for_model(layer.pop("model_type", "qwen3"), **layer).to_dict()
+        dtype = {name: hf[name] for name in ("dtype", "torch_dtype") if hf.get(name)}
+        return whole | dtype, hf.get(_LAYER_IDS) or [], hf
+    block = hf.get("dflash_config") or {}
+    ids = block.get("target_layer_ids", hf.get("target_layer_ids")) or []
+    said = {name: value for name, value in (hf | block).items() if value is not None}
+    anchor = "DSpark" in str(hf.get("architectures"))
+    return hf, [i + 1 for i in ids], {"sample_from_anchor": anchor, "mask_token_id": hf.get("mask_token_id")} | said
+
+
+def config_from_json(hf: dict[str, Any], policy: PolicyConfig | None) -> BlockConfig:
+    """The architecture that a config.json describes; see `load_block`."""
+    layer, boundaries, block = _flat(hf)
+    if not boundaries:
+        raise InputError(f"block drafter config lacks {_LAYER_IDS}; download it again")
+    if block.get("mask_token_id") is None:
+        raise InputError("block drafter config lacks mask_token_id; add the token that it was trained with")
+    if block.get("markov_head_type", "vanilla") != "vanilla":
+        kind = block["markov_head_type"]
+        raise InputError(f"block drafter config has markov_head_type {kind!r}; only vanilla is supported")
+    confidence = bool(block.get("enable_confidence_head", False))
+    rank = int(block.get("markov_rank") or 0)
+    if confidence and bool(block.get("confidence_head_with_markov", False)) != (rank > 0):
+        raise InputError("block drafter config has a confidence head that leaves out its correction; not supported")
+    architecture = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "tie_word_embeddings": False}
+    backbone = config_from_hf(layer | architecture)
+    config = BlockConfig(
+        backbone=backbone,
+        draft_vocab_size=block.get("draft_vocab_size") or backbone.vocab_size,
+        boundaries=tuple(sorted(boundaries)),
+        block_size=block.get("block_size") or 8,
+        mask_token_id=block["mask_token_id"],
+        sample_from_anchor=bool(block.get("sample_from_anchor", hf.get("speculators_model_type") == "dspark")),
+        markov_rank=rank,
+        confidence=confidence,
+    )
+    if policy is not None:
+        for name in ("hidden_size", "vocab_size"):
+            ours, theirs = getattr(backbone, name), getattr(policy, name)
+            if ours != theirs:
+                raise InputError(
+                    f"block drafter was made for a policy of {name} {ours}, not {theirs}; use that policy's drafter"
+                )
+        if config.boundaries[-1] > policy.num_layers:
+            raise InputError(
+                f"block drafter reads boundaries {config.boundaries} of a policy with {policy.num_layers} layers; "
+                "use that policy's drafter"
+            )
+    return config
+
+
+def block_tensors(params: BlockParams, config: BlockConfig) -> dict[str, np.ndarray]:
+    """The drafter's tensors by their names in the folder."""
+    tensors = {_name(field): np.ascontiguousarray(np.asarray(x)) for field, x in by_name(params.weights).items()}
+    maps = vocab_maps(np.asarray(params.target_ids), config.backbone.vocab_size)
+    order = np.argsort(np.asarray(params.target_ids))
+    if maps:
+        tensors[_HEAD] = np.ascontiguousarray(np.asarray(params.lm_head))
+    elif config.markov_rank:
+        tensors[_NAMES["markov_out"]] = tensors[_NAMES["markov_out"]][order]
+    return tensors | maps
+
+
+def save_block(folder: str | Path, drafter: BlockDrafter, params: BlockParams) -> None:
+    """Write a drafter; an earlier one in that folder is replaced as a whole, anything else there is refused."""
+    save_head(folder, config_json(drafter.config), block_tensors(params, drafter.config))
+
+
+def load_block(source: str | Path, policy: PolicyConfig | None = None) -> tuple[BlockDrafter, BlockParams]:
+    """A block drafter from a folder or a hub name.
+
+    Args:
+        source: folder with config.json and model.safetensors, or the name of one on the hub.
+        policy: where given, the drafter must fit it.
+
+    Returns:
+        The drafter, and its parameters; without output rows where these are the policy's (`with_policy_head`).
+
+    Raises:
+        InputError: a file is missing or damaged, weights are pickled, a tensor is missing, unknown or of another
+            shape than the config's, the variant is not supported, or the drafter does not fit the policy.
+    """
+    folder = resolve_folder(source, "draft head")
+    config_file = folder / "config.json"
+    hf = read_json(config_file)
+    try:
+        config = config_from_json(hf, policy)
+    except InputError as error:
+        raise InputError(f"{config_file}: {error}") from None
+    file, vocab_size = weights_file(folder), config.backbone.vocab_size
+    expected = {_name(field): shape for field, shape in weight_shapes(config).items()}
+    expected[_HEAD] = (config.draft_vocab_size, config.backbone.hidden_size)
+    expected[_EMBED] = (vocab_size, config.backbone.hidden_size)
+    whole = config.draft_vocab_size == vocab_size
+    optional = (_EMBED, _HEAD) if whole else (_EMBED,)
+    sizes = config.draft_vocab_size, vocab_size
+    found = read_tensors(file, expected, optional, *sizes, lambda name: name.removeprefix("model."))
+    ids, dtype = read_target_ids(file, found, *sizes), jnp.dtype(config.backbone.dtype)
+    arrays = {field: jnp.asarray(found[_name(field)].astype(dtype)) for field in weight_shapes(config)}
+    head = jnp.asarray(found[_HEAD].astype(dtype)) if _HEAD in found else None
+    return BlockDrafter(config), BlockParams(as_weights(arrays), head, jnp.asarray(ids))
+
+
+def with_policy_head(params: BlockParams, policy: PolicyParams) -> BlockParams:
+    """The drafter with the policy's output rows, where it came without any."""
+    if params.lm_head is not None:
+        return params
+    head = head_weights(policy)[1][params.target_ids]
+    return dataclasses.replace(params, lm_head=head.astype(params.weights.fc.dtype))

@@ -13,7 +13,7 @@ from jaxtyping import Float
 from experiments.expand import Pair, expand, random_pair, size
 from specrl_jax.data.tokenizers import arithmetic_tokenizer, load_tokenizer
 from specrl_jax.drafters.eagle3 import Eagle3Drafter
-from specrl_jax.drafters.eagle3_folder import load_drafter, save_drafter
+from specrl_jax.drafters.eagle3_folder import load_eagle3, save_eagle3
 from specrl_jax.errors import InputError
 from specrl_jax.models.config import Dtype
 from specrl_jax.models.expansion_shapes import SHAPES, Shape
@@ -64,7 +64,7 @@ def open_expanded(options: ShapeOptions, seed: int) -> Pair:
         small = random_pair(seed)
     else:
         params, policy = load_policy(options.policy)
-        drafter, draft = load_drafter(options.drafter, policy)
+        drafter, draft = load_eagle3(options.drafter, policy)
         small = Pair(params, policy, draft, drafter.config)
     return expand(small, options.target, seed)
 
@@ -80,7 +80,7 @@ def save_pair(pair: Pair, options: ShapeOptions, folder: Path) -> None:
     assert pair.draft is not None
     tokenizer = arithmetic_tokenizer() if options.policy is None else load_tokenizer(options.policy)
     save_policy(folder / "policy", pair.params, pair.policy, tokenizer)
-    save_drafter(folder / "drafter", drafter_of(pair), pair.draft)
+    save_eagle3(folder / "drafter", drafter_of(pair), pair.draft)
 
 
 def parts_of(pair: Pair, options: ShapeOptions) -> dict[str, Any]:

@@ -20,8 +20,8 @@ from experiments.common import Run, RunOptions, run_main
 from experiments.expand import random_pair
 from experiments.outputs import check_output, markdown_table, open_output, provenance, write_results
 from specrl_jax.drafters.eagle3 import Eagle3Drafter
-from specrl_jax.drafters.eagle3_folder import load_drafter, save_drafter
 from specrl_jax.drafters.eagle3_params import Eagle3Params
+from specrl_jax.drafters.heads import load_drafter, save_drafter
 from specrl_jax.errors import InputError
 from specrl_jax.models.folders import replaced_folder
 from specrl_jax.models.huggingface import resolve_folder

@@ -13,9 +13,9 @@ from jax.sharding import Mesh
 from experiments.common import check_least, progress
 from experiments.setup import per_device
 from specrl_jax.data.prompts import Prompts
-from specrl_jax.drafters.eagle3 import Eagle3Drafter
-from specrl_jax.drafters.eagle3_params import Eagle3Config, Eagle3Params, init_eagle3, select_draft_vocab
-from specrl_jax.drafters.eagle3_training import DraftLossConfig
+from specrl_jax.drafters.draft_losses import DraftLossConfig
+from specrl_jax.drafters.eagle3_params import select_draft_vocab
+from specrl_jax.drafters.heads import HeadConfig, HeadDrafter, HeadParams, init_head
 from specrl_jax.models.numerics import Numerics
 from specrl_jax.models.params import PolicyParams
 from specrl_jax.models.policy import forward, grid_batch, sequence_positions
@@ -33,7 +33,7 @@ from specrl_jax.training.stages import run_stage
 
 @dataclass(frozen=True)
 class DraftStageOptions:
-    """Training of an EAGLE-3 head on the policy's rollouts."""
+    """Training of a draft head on the policy's rollouts."""
 
     prompts: int = 2048
     """Prompts whose rollouts are the training data; many, since a head remembers what it has seen before."""
@@ -56,7 +56,7 @@ class DraftStageOptions:
     def __post_init__(self) -> None:
         check_least("draft", self, prompts=1, samples=1, steps=0, batch=1, unroll=1, vocab_size=1)
 
-    def training(self, scorer: Scorer, head: Eagle3Config, optimizer: OptimizerConfig) -> DraftTraining:
+    def training(self, scorer: Scorer, head: HeadConfig, optimizer: OptimizerConfig) -> DraftTraining:
         """How the head is trained; its own forwards of the policy need no invariant bits."""
         loss = DraftLossConfig(steps=self.unroll, kind=self.loss)
         plain = replace(scorer, numerics=Numerics("plain"))
@@ -74,7 +74,7 @@ class DraftStage:
     options: DraftStageOptions
     engine: RolloutEngine
     training: DraftTraining
-    drafter: Eagle3Drafter
+    drafter: HeadDrafter
     mesh: Mesh
     seed: int
     together: int
@@ -92,7 +92,7 @@ class DraftStage:
         rows = len(trajectory.lengths) // self.mesh.size * self.mesh.size
         return jax.tree.map(lambda x: x[:rows], to_sequences(jax.tree.map(jnp.asarray, trajectory)))
 
-    def fresh(self, params: PolicyParams, corpus: Sequences, key: Any) -> Eagle3Params:
+    def fresh(self, params: PolicyParams, corpus: Sequences, key: Any) -> HeadParams:
         """A new head: its draft vocabulary, and the size of the features that it reads, are the corpus's."""
         head = self.drafter.config
         few = jax.tree.map(lambda x: x[: self.options.microbatch.rows], corpus)
@@ -103,15 +103,15 @@ class DraftStage:
         tokens = np.asarray(corpus.tokens)[np.asarray(corpus.mask)]
         seen = np.bincount(tokens, minlength=self.engine.policy.vocab_size)
         ids = select_draft_vocab(seen, head.draft_vocab_size)
-        return init_eagle3(key, head, ids, policy=params, feature_rms=scale)
+        return init_head(key, head, params, ids, scale)
 
     def train(
-        self, params: PolicyParams, prompts: Prompts, key: Any, checkpoints: Path, start: Eagle3Params | None = None
-    ) -> Eagle3Params:
+        self, params: PolicyParams, prompts: Prompts, key: Any, checkpoints: Path, start: HeadParams | None = None
+    ) -> HeadParams:
         """Roll out, and train a fresh head or the one given; a finished stage is read from its checkpoint."""
         head, offline, steps = self.drafter.config, self._offline, self.options.steps
         if latest_step(checkpoints) == steps:  # a resumed run needs no rollouts for it
-            blank = offline.init(start or init_eagle3(key, head, np.arange(head.draft_vocab_size)))
+            blank = offline.init(start or init_head(key, head, params, np.arange(head.draft_vocab_size)))
             return restore_checkpoint(checkpoints, blank)[0].draft
         corpus = self.corpus(params, prompts)
         draft = self.fresh(params, corpus, key) if start is None else start

@@ -20,7 +20,7 @@ from experiments.setup import draft_head_config
 from specrl_jax.data.tokenizers import arithmetic_tokenizer, load_tokenizer
 from specrl_jax.drafters.eagle3 import Eagle3Drafter, draft_logits
 from specrl_jax.drafters.eagle3_expansion import expand_pair, expanded_head_config
-from specrl_jax.drafters.eagle3_folder import load_drafter, save_drafter, with_policy_embedding
+from specrl_jax.drafters.eagle3_folder import load_eagle3, save_eagle3, with_policy_embedding
 from specrl_jax.drafters.eagle3_params import Eagle3Config, Eagle3Params, init_eagle3
 from specrl_jax.errors import InputError
 from specrl_jax.models.config import Dtype, PolicyConfig
@@ -100,7 +100,7 @@ def open_pair(config: Config) -> tuple[Pair, PreTrainedTokenizerFast]:
     expanded_config(policy, config.shape)  # refuses a policy that does not fit
     if config.drafter is None:
         return Pair(params, policy), tokenizer
-    drafter, draft = with_policy_embedding(*load_drafter(config.drafter, policy), params.embed)
+    drafter, draft = with_policy_embedding(*load_eagle3(config.drafter, policy), params.embed)
     expanded_head_config(drafter.config, policy, config.shape)  # and so a head
     return Pair(params, policy, draft, drafter.config), tokenizer
 
@@ -193,7 +193,7 @@ def main(config: Config) -> None:
     out = open_output(config.run, config, SCRIPT)
     save_policy(out / "policy", large.params, large.policy, tokenizer)
     if large.draft is not None and large.head is not None:
-        save_drafter(out / "drafter", Eagle3Drafter(large.head), large.draft)
+        save_eagle3(out / "drafter", Eagle3Drafter(large.head), large.draft)
     source = provenance(config.run.seed)
     write_results(out, [row], "Function-preserving expansion", source)
     write_json(out / "summary.json", row | source)

@@ -19,8 +19,7 @@ from specrl_jax.data.prompts import Prompts
 from specrl_jax.data.tokenizers import arithmetic_tokenizer, load_tokenizer
 from specrl_jax.drafters.combined import params_for
 from specrl_jax.drafters.eagle3 import Eagle3Drafter
-from specrl_jax.drafters.eagle3_folder import load_drafter, with_policy_embedding
-from specrl_jax.drafters.eagle3_params import Eagle3Params, init_eagle3
+from specrl_jax.drafters.heads import HeadDrafter, HeadParams, for_policy, init_head, load_drafter
 from specrl_jax.errors import InputError
 from specrl_jax.models.config import Dtype, PolicyConfig
 from specrl_jax.models.huggingface import check_tokenizer_fits, load_config, load_policy
@@ -115,8 +114,8 @@ class Model:
     tokenizer: PreTrainedTokenizerFast
     policy: PolicyConfig
     params: PolicyParams | None
-    drafter: Eagle3Drafter | None
-    draft: Eagle3Params | None
+    drafter: HeadDrafter | None
+    draft: HeadParams | None
 
     def engine(self, sampling: SamplingOptions) -> RolloutEngine:
         """The rollout engine; InputError when an option is out of range or does not fit the policy."""
@@ -143,7 +142,7 @@ class Model:
         params = init_params(policy_key, self.policy) if self.params is None else self.params
         draft = self.draft
         if self.drafter is not None and draft is None:
-            draft = init_eagle3(draft_key, self.drafter.config, policy=params)
+            draft = init_head(draft_key, self.drafter.config, params)
         params, draft = jax.device_put((params, draft), NamedSharding(self.mesh, P()))
         return replace(self, params=params, draft=draft)
 
@@ -170,7 +169,7 @@ def open_model(options: ModelOptions, run: RunOptions, prompts: int) -> Model:
     drafter, draft = load_drafter(options.drafter, policy) if options.drafter else (None, None)
     params, policy = load_policy(options.policy, options.dtype)
     if drafter is not None and draft is not None:
-        drafter, draft = with_policy_embedding(drafter, draft, params.embed)
+        drafter, draft = for_policy(drafter, draft, params)
     numerics = default_numerics(options.numerics, policy.dtype)
     return Model(mesh, numerics, tokenizer, policy, params, drafter, draft)
 

@@ -43,7 +43,7 @@ from experiments.inference import (
 )
 from experiments.outputs import markdown_table, open_output, provenance, write_results
 from experiments.probe_drafters import Adversary, corrupted
-from specrl_jax.drafters.eagle3_params import init_eagle3
+from specrl_jax.drafters.heads import init_head
 from specrl_jax.drafters.protocol import Drafter
 from specrl_jax.drafters.replay import Replay, ReplayDrafter
 from specrl_jax.errors import InputError
@@ -151,7 +151,7 @@ def drafters_of(model: Model, config: Config, reference: Trajectory) -> dict[str
     assert model.drafter is not None
     head = model.drafter.config
     ids = np.arange(head.draft_vocab_size)
-    random = init_eagle3(jax.random.key(config.run.seed + 7), head, ids, policy=model.params)
+    random = init_head(jax.random.key(config.run.seed + 7), head, model.params, ids)
     tokens = corrupted(np.asarray(reference.tokens), config.corruption, model.policy.vocab_size, config.run.seed)
 
     def replay(rows: Any) -> Replay:

@@ -1,9 +1,9 @@
 """Train a draft head offline on rollouts of its policy, and measure how many drafts are accepted.
 
-`python -m experiments.train_draft --policy P --task jsonl --data D` lets the policy answer prompts, trains an EAGLE-3
-head on the answers (a new one, or that of `--drafter`), saves it in OUT/drafter and rolls out held-out prompts with it:
-acceptance length, its 95% interval over rounds, and survival by depth, of the new head and of the one it started from.
-`--eval-data` names other prompts to be measured on.
+`python -m experiments.train_draft --policy P --task jsonl --data D` lets the policy answer prompts, trains a head on
+the answers (a new EAGLE-3 or block drafter, or that of `--drafter`), saves it in OUT/drafter and rolls out held-out
+prompts with it: acceptance length, its 95% interval over rounds, and survival by depth, of the new head and of the
+one it started from. `--eval-data` names other prompts to be measured on.
 """
 
 from collections.abc import Mapping
@@ -14,6 +14,7 @@ from typing import Annotated, Any, Literal
 import jax
 import numpy as np
 import tyro
+from transformers import PreTrainedTokenizerFast
 
 from experiments.common import Run, RunOptions, check_least, run_main
 from experiments.draft_stage import DraftStage, DraftStageOptions
@@ -22,9 +23,10 @@ from experiments.outputs import check_output, markdown_table, open_output, prove
 from experiments.rollout_options import LawFlags, LawOptions
 from experiments.setup import check_draft_batches, draft_head_config
 from specrl_jax.data.prompts import Prompts
-from specrl_jax.drafters.eagle3 import Eagle3Drafter
-from specrl_jax.drafters.eagle3_folder import save_drafter
+from specrl_jax.drafters.block_params import BlockConfig
+from specrl_jax.drafters.heads import HeadConfig, HeadDrafter, drafter_for_head, save_drafter
 from specrl_jax.errors import InputError
+from specrl_jax.models.config import PolicyConfig
 from specrl_jax.rl.scoring import Scorer
 from specrl_jax.rollout.config import RolloutConfig
 from specrl_jax.rollout.engine import RolloutEngine
@@ -38,8 +40,22 @@ SCRIPT = "train_draft"
 
 @dataclass(frozen=True)
 class HeadOptions:
-    """Variants of a new head."""
+    """A new head."""
 
+    kind: Literal["eagle3", "block"] = "eagle3"
+    """eagle3: one draft after the other; block: all of a round at once (DFlash, DSpark)."""
+    layers: int = 2
+    """Layers of a block drafter."""
+    block_size: int = 8
+    """Slots of a block: the newest token and those to be filled in."""
+    sample_from_anchor: bool = True
+    """Whether the newest token's slot drafts too (DSpark), so that a block has as many drafts as slots."""
+    markov_rank: int = 64
+    """Rank of the correction of a draft by the one before; 0 for none (DFlash)."""
+    confidence: bool = True
+    """Whether a block drafter says how likely each draft is to be accepted."""
+    mask_token_id: int | None = None
+    """Token that stands in slots to be filled in; by default the tokenizer's padding, or end, token."""
     norm_before_fc: bool = False
     """Normalise the policy's features together."""
     fc_norm: bool = False
@@ -48,6 +64,30 @@ class HeadOptions:
     norm_output: bool = False
     """Feed the head's output back after its final norm (EAGLE-3.1)."""
     qk_norm: bool = False
+
+    def __post_init__(self) -> None:
+        check_least("head", self, layers=1, block_size=2, markov_rank=0)
+
+    def config(self, policy: PolicyConfig, tokenizer: PreTrainedTokenizerFast, vocab_size: int) -> HeadConfig:
+        """The head for a policy, over at most `vocab_size` of its tokens; InputError when a size does not fit."""
+        eagle3 = draft_head_config(policy, vocab_size)
+        if self.kind == "eagle3":
+            flags = ("norm_before_fc", "fc_norm", "norm_before_residual", "norm_output", "qk_norm")
+            return replace(eagle3, **{flag: getattr(self, flag) for flag in flags})
+        mask = self.mask_token_id
+        if mask is None:
+            mask = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else end_ids(tokenizer)[0]
+        backbone = replace(policy, family="qwen3", num_layers=self.layers, tie_embeddings=False)
+        return BlockConfig(
+            backbone=backbone,
+            draft_vocab_size=eagle3.draft_vocab_size,
+            boundaries=eagle3.boundaries,
+            block_size=self.block_size,
+            mask_token_id=mask,
+            sample_from_anchor=self.sample_from_anchor,
+            markov_rank=self.markov_rank,
+            confidence=self.confidence,
+        )
 
 
 @dataclass(frozen=True)
@@ -141,7 +181,7 @@ def open_work(config: Config, model: Model) -> Work:
     return Work(train, held_out)
 
 
-def engine_of(config: Config, model: Model, drafter: Eagle3Drafter | None, samples: int) -> RolloutEngine:
+def engine_of(config: Config, model: Model, drafter: HeadDrafter | None, samples: int) -> RolloutEngine:
     """A rollout with or without the head."""
     law = config.law.law(end_ids(model.tokenizer))
     length = 0 if drafter is None else config.eval_draft_length
@@ -151,7 +191,7 @@ def engine_of(config: Config, model: Model, drafter: Eagle3Drafter | None, sampl
 
 
 def measure(
-    config: Config, model: Model, drafter: Eagle3Drafter, draft: Any, work: Work, which: str
+    config: Config, model: Model, drafter: HeadDrafter, draft: Any, work: Work, which: str
 ) -> list[dict[str, Any]]:
     """A row for every set of held-out prompts."""
     rows = []
@@ -185,8 +225,8 @@ def main(config: Config) -> None:
     model = open_model(config.model, config.run, config.draft.prompts)
     drafter = model.drafter
     if config.model.drafter is None or drafter is None:
-        head = draft_head_config(model.policy, config.draft.vocab_size)
-        drafter = Eagle3Drafter(replace(head, **vars(config.head)))
+        drafter = drafter_for_head(config.head.config(model.policy, model.tokenizer, config.draft.vocab_size))
+    check_draft_batches(config.draft, config.draft.prompts, model.mesh)  # of a jsonl task there may be fewer
     work = open_work(config, model)
     check_draft_batches(config.draft, len(work.train.lengths), model.mesh)
     engine = engine_of(config, model, None, config.draft.samples)

@@ -36,8 +36,7 @@ from experiments.setup import (
 from experiments.train_options import PRESETS, Config
 from specrl_jax.drafters.combined import head_of, params_for
 from specrl_jax.drafters.eagle3 import Eagle3Drafter
-from specrl_jax.drafters.eagle3_folder import load_drafter, save_drafter, with_policy_embedding
-from specrl_jax.drafters.eagle3_params import Eagle3Params
+from specrl_jax.drafters.heads import HeadDrafter, HeadParams, for_policy, load_drafter, save_drafter
 from specrl_jax.drafters.suffix import History, init_history
 from specrl_jax.models.config import PolicyConfig
 from specrl_jax.models.huggingface import save_policy
@@ -78,7 +77,7 @@ class Session:
     workload: Workload
     policy: PolicyConfig
     numerics: Numerics
-    drafter: Eagle3Drafter
+    drafter: HeadDrafter
 
     @property
     def draft_length(self) -> int:
@@ -204,7 +203,7 @@ class Examiner:
         return {"accuracy": accuracy, "accuracy_ci95": half_width, "right": right, **response_metrics(trajectory)}
 
 
-def session_draft(session: Session, head: Eagle3Params | None, history: History | None = None) -> Any:
+def session_draft(session: Session, head: HeadParams | None, history: History | None = None) -> Any:
     """Parameters of the run's drafter."""
     return params_for(session.config.speculation.drafter(session.drafter), head, history)
 
@@ -293,7 +292,7 @@ def write_sample(path: Path, session: Session, step: int, trajectory: Trajectory
         file.write(f"step {step}, reward {rewards[0]:g}\n{prompt}{response}\n\n")
 
 
-def open_session(config: Config) -> tuple[Session, PolicyParams | None, Eagle3Params | None]:
+def open_session(config: Config) -> tuple[Session, PolicyParams | None, HeadParams | None]:
     """Check and load everything a run needs; nothing is compiled and nothing written."""
     config.check()
     inputs = {name: getattr(config, name) for name in ("policy", "drafter", "data", "eval_data")}
@@ -310,7 +309,7 @@ def open_session(config: Config) -> tuple[Session, PolicyParams | None, Eagle3Pa
     if config.drafter is not None:
         drafter, draft = load_drafter(config.drafter, policy)
         if params is not None:
-            drafter, draft = with_policy_embedding(drafter, draft, params.embed)
+            drafter, draft = for_policy(drafter, draft, params)
     else:
         drafter, draft = Eagle3Drafter(draft_head_config(policy, config.draft.vocab_size)), None
     session = Session(config, mesh, workload, policy, numerics, drafter)

@@ -28,8 +28,8 @@ from experiments import (
 from experiments.common import run_main
 from specrl_jax.data.tokenizers import arithmetic_tokenizer
 from specrl_jax.drafters.eagle3 import Eagle3Drafter
-from specrl_jax.drafters.eagle3_folder import save_drafter
 from specrl_jax.drafters.eagle3_params import Eagle3Config, init_eagle3
+from specrl_jax.drafters.heads import save_drafter
 from specrl_jax.models.config import PolicyConfig
 from specrl_jax.models.huggingface import save_policy
 from specrl_jax.models.params import init_params

@@ -11,7 +11,7 @@ from safetensors.numpy import load_file
 from scripts import refusal, run_script
 
 from experiments import convert
-from specrl_jax.drafters.eagle3_folder import load_drafter
+from specrl_jax.drafters.heads import load_drafter
 
 pytestmark = pytest.mark.ci
 HEAD = Path(__file__).parent / "fixtures" / "eagle3" / "head"

@@ -13,7 +13,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from specrl_jax.drafters.eagle3 import Eagle3Drafter
-from specrl_jax.drafters.eagle3_folder import load_drafter, save_drafter, with_policy_embedding
+from specrl_jax.drafters.eagle3_folder import load_eagle3, save_eagle3, with_policy_embedding
 from specrl_jax.drafters.eagle3_params import Eagle3Config, init_eagle3
 from specrl_jax.errors import InputError
 from specrl_jax.models.config import PolicyConfig, RopeConfig
@@ -74,8 +74,8 @@ def test_a_saved_head_comes_back_whole(tmp_path, dtype, boundaries):
     rope = RopeConfig(kind="yarn", theta=5e5, factor=4.0, original_max_position_embeddings=16)
     drafter = Eagle3Drafter(replace(CONFIG, dtype=dtype, boundaries=boundaries, rope=rope))
     params = init_eagle3(jax.random.key(0), drafter.config, IDS)
-    save_drafter(tmp_path / "runs" / "drafter", drafter, params)
-    loaded_drafter, loaded = load_drafter(tmp_path / "runs" / "drafter", POLICY)
+    save_eagle3(tmp_path / "runs" / "drafter", drafter, params)
+    loaded_drafter, loaded = load_eagle3(tmp_path / "runs" / "drafter", POLICY)
     assert loaded_drafter == drafter
     assert_equal(loaded, params)
     assert not list((tmp_path / "runs").glob(".*"))
@@ -83,8 +83,8 @@ def test_a_saved_head_comes_back_whole(tmp_path, dtype, boundaries):
 
 def test_the_files_are_those_of_specforge(tmp_path, folder):
     """Same names, shapes and element types, less the embedding where a head shares it with its policy."""
-    drafter, params = load_drafter(folder)
-    save_drafter(tmp_path / "ours", *with_policy_embedding(drafter, params, params.embed))
+    drafter, params = load_eagle3(folder)
+    save_eagle3(tmp_path / "ours", *with_policy_embedding(drafter, params, params.embed))
     ours, theirs = (load_file(path / "model.safetensors") for path in (tmp_path / "ours", folder))
     del theirs["embed_tokens.weight"]
     assert ours.keys() == theirs.keys()
@@ -100,7 +100,7 @@ def test_the_files_are_those_of_specforge(tmp_path, folder):
 
 def test_vllm_finds_the_boundaries_at_the_top(tmp_path):
     """It takes ids as boundaries and reads these before the nested ones, which are SpecForge's."""
-    save_drafter(tmp_path / "head", Eagle3Drafter(CONFIG), init_eagle3(jax.random.key(0), CONFIG, IDS))
+    save_eagle3(tmp_path / "head", Eagle3Drafter(CONFIG), init_eagle3(jax.random.key(0), CONFIG, IDS))
     hf = json.loads((tmp_path / "head" / "config.json").read_text())
     assert hf["eagle_aux_hidden_state_layer_ids"] == [2, 5, 7]
     assert hf["eagle_config"]["eagle_aux_hidden_state_layer_ids"] == [1, 4, 6]
@@ -110,9 +110,9 @@ def test_a_whole_vocabulary_is_saved_in_order_and_without_maps(tmp_path):
     drafter = Eagle3Drafter(replace(CONFIG, draft_vocab_size=29))
     order = np.random.default_rng(0).permutation(29)
     params = init_eagle3(jax.random.key(0), drafter.config, order)
-    save_drafter(tmp_path / "head", drafter, params)
+    save_eagle3(tmp_path / "head", drafter, params)
     assert not {"d2t", "t2d"} & load_file(tmp_path / "head" / "model.safetensors").keys()
-    loaded = load_drafter(tmp_path / "head")[1]
+    loaded = load_eagle3(tmp_path / "head")[1]
     np.testing.assert_array_equal(loaded.target_ids, np.arange(29))
     np.testing.assert_array_equal(loaded.weights.lm_head[order], params.weights.lm_head)
     assert_equal(loaded.weights.replace(lm_head=None), params.weights.replace(lm_head=None))
@@ -121,37 +121,37 @@ def test_a_whole_vocabulary_is_saved_in_order_and_without_maps(tmp_path):
 def test_saving_again_replaces_the_head_as_a_whole(tmp_path):
     drafter = Eagle3Drafter(CONFIG)
     first, second = (init_eagle3(jax.random.key(seed), CONFIG, IDS) for seed in (0, 1))
-    save_drafter(tmp_path / "drafter", drafter, first)
+    save_eagle3(tmp_path / "drafter", drafter, first)
     (tmp_path / "drafter" / "stale.txt").write_text("from before")
-    save_drafter(tmp_path / "drafter", drafter, second)
-    assert_equal(load_drafter(tmp_path / "drafter")[1], second)
+    save_eagle3(tmp_path / "drafter", drafter, second)
+    assert_equal(load_eagle3(tmp_path / "drafter")[1], second)
     assert {file.name for file in tmp_path.rglob("*")} == {"drafter", "config.json", "model.safetensors"}
 
 
 def test_a_failed_save_leaves_the_old_head(tmp_path, monkeypatch):
     drafter = Eagle3Drafter(CONFIG)
     params = init_eagle3(jax.random.key(0), CONFIG, IDS)
-    save_drafter(tmp_path / "drafter", drafter, params)
+    save_eagle3(tmp_path / "drafter", drafter, params)
 
     def fail(*_, **__):
         raise OSError("disk full")
 
     monkeypatch.setattr("specrl_jax.drafters.head_files.write_tensors", fail)
     with pytest.raises(OSError, match="disk full"):
-        save_drafter(tmp_path / "drafter", drafter, init_eagle3(jax.random.key(1), CONFIG, IDS))
-    assert_equal(load_drafter(tmp_path / "drafter")[1], params)
+        save_eagle3(tmp_path / "drafter", drafter, init_eagle3(jax.random.key(1), CONFIG, IDS))
+    assert_equal(load_eagle3(tmp_path / "drafter")[1], params)
     assert [file.name for file in tmp_path.iterdir()] == ["drafter"]
 
 
 def test_a_folder_that_holds_something_else_is_not_replaced(tmp_path):
     (tmp_path / "notes.txt").write_text("mine")
     with pytest.raises(InputError, match="holds no draft head"):
-        save_drafter(tmp_path, Eagle3Drafter(CONFIG), init_eagle3(jax.random.key(0), CONFIG, IDS))
+        save_eagle3(tmp_path, Eagle3Drafter(CONFIG), init_eagle3(jax.random.key(0), CONFIG, IDS))
 
 
 def test_names_of_other_writers_are_understood(folder):
     """`model.` before a name, `layers.0.` for the layer, and no t2d."""
-    expected = load_drafter(folder)[1]
+    expected = load_eagle3(folder)[1]
 
     def rename(tensors):
         for name in list(tensors):
@@ -159,7 +159,7 @@ def test_names_of_other_writers_are_understood(folder):
         del tensors["model.t2d"]
 
     edited_tensors(folder, rename)
-    assert_equal(load_drafter(folder)[1], expected)
+    assert_equal(load_eagle3(folder)[1], expected)
 
 
 def test_draft_tokens_may_stand_in_any_order(folder):
@@ -170,7 +170,7 @@ def test_draft_tokens_may_stand_in_any_order(folder):
         tensors["t2d"] = np.isin(np.arange(29), IDS)
 
     edited_tensors(folder, reorder)
-    np.testing.assert_array_equal(load_drafter(folder)[1].target_ids, IDS)
+    np.testing.assert_array_equal(load_eagle3(folder)[1].target_ids, IDS)
 
 
 def test_a_whole_vocabulary_needs_no_map(folder):
@@ -180,7 +180,7 @@ def test_a_whole_vocabulary_needs_no_map(folder):
 
     edited_tensors(folder, widen)
     edited_config(folder, draft_vocab_size=...)
-    drafter, params = load_drafter(folder)
+    drafter, params = load_eagle3(folder)
     assert drafter.config.draft_vocab_size == 29
     np.testing.assert_array_equal(params.target_ids, np.arange(29))
 
@@ -193,24 +193,24 @@ def test_a_whole_vocabulary_needs_no_map(folder):
 def test_both_conventions_of_layer_ids_are_read(folder, ids, boundaries, nested):
     named = {"eagle_aux_hidden_state_layer_ids": ids}
     edited_config(folder, **({"eagle_config": named} if nested else {"eagle_config": {}, **named}))
-    assert load_drafter(folder)[0].boundaries == boundaries
+    assert load_eagle3(folder)[0].boundaries == boundaries
 
 
 def test_unusual_layer_ids_are_read_with_a_warning(folder):
     edited_config(folder, eagle_config={"eagle_aux_hidden_state_layer_ids": [3, 6, 9]})
     with pytest.warns(UserWarning, match="as they are"):
-        assert load_drafter(folder)[0].boundaries == (3, 6, 9)
+        assert load_eagle3(folder)[0].boundaries == (3, 6, 9)
 
 
 def test_boundaries_can_be_given(folder):
-    assert load_drafter(folder, boundaries=(1, 5, 9))[0].boundaries == (1, 5, 9)
+    assert load_eagle3(folder, boundaries=(1, 5, 9))[0].boundaries == (1, 5, 9)
 
 
 def test_silent_configs_take_the_policys_default(folder):
     edited_config(folder, eagle_config=...)
-    assert load_drafter(folder, POLICY)[0].boundaries == (2, 5, 7)
+    assert load_eagle3(folder, POLICY)[0].boundaries == (2, 5, 7)
     with pytest.raises(InputError, match="give the boundaries"):
-        load_drafter(folder)
+        load_eagle3(folder)
 
 
 def test_half_precision_is_widened(folder):
@@ -219,14 +219,14 @@ def test_half_precision_is_widened(folder):
             if value.dtype == np.float32:
                 tensors[name] = value.astype(np.float16)
 
-    expected = load_drafter(folder)[1]
+    expected = load_eagle3(folder)[1]
     edited_tensors(folder, narrow)
     edited_config(folder, dtype="float16")
-    drafter, params = load_drafter(folder)
+    drafter, params = load_eagle3(folder)
     assert drafter.config.dtype == "float32"
     np.testing.assert_allclose(params.weights.fc, expected.weights.fc, atol=1e-3)
     edited_config(folder, dtype="bfloat16")
-    assert load_drafter(folder)[1].weights.fc.dtype == ml_dtypes.bfloat16
+    assert load_eagle3(folder)[1].weights.fc.dtype == ml_dtypes.bfloat16
 
 
 def remove(name):
@@ -258,7 +258,7 @@ def put(name, value):
 def test_wrong_tensors_are_refused(folder, edit, sentence):
     edited_tensors(folder, edit)
     with pytest.raises(InputError, match=sentence):
-        load_drafter(folder)
+        load_eagle3(folder)
 
 
 @pytest.mark.parametrize(
@@ -288,7 +288,7 @@ def test_wrong_tensors_are_refused(folder, edit, sentence):
 def test_wrong_configs_are_refused(folder, fields, sentence):
     edited_config(folder, **fields)
     with pytest.raises(InputError, match=sentence) as raised:
-        load_drafter(folder)
+        load_eagle3(folder)
     assert str(folder) in str(raised.value)
 
 
@@ -296,7 +296,7 @@ def test_a_head_of_another_width_needs_an_embedding_of_its_own(folder):
     edited_tensors(folder, remove("embed_tokens.weight"))
     edited_config(folder, target_hidden_size=32)
     with pytest.raises(InputError, match="use equal widths"):
-        load_drafter(folder)
+        load_eagle3(folder)
 
 
 @pytest.mark.parametrize(
@@ -308,9 +308,9 @@ def test_a_head_of_another_width_needs_an_embedding_of_its_own(folder):
     ],
 )
 def test_a_head_of_another_policy_is_refused(folder, change, sentence):
-    load_drafter(folder, POLICY)
+    load_eagle3(folder, POLICY)
     with pytest.raises(InputError, match=sentence):
-        load_drafter(folder, replace(POLICY, **change))
+        load_eagle3(folder, replace(POLICY, **change))
 
 
 def test_damaged_and_missing_files_are_refused(folder, tmp_path):
@@ -318,26 +318,26 @@ def test_damaged_and_missing_files_are_refused(folder, tmp_path):
     whole = weights.read_bytes()
     weights.write_bytes(whole[: len(whole) // 2])
     with pytest.raises(InputError, match="damaged or incomplete at tensor"):
-        load_drafter(folder)
+        load_eagle3(folder)
     weights.rename(folder / "pytorch_model.bin")
     with pytest.raises(InputError, match=r"pickled.*convert them with `python -m experiments.convert --source"):
-        load_drafter(folder)
+        load_eagle3(folder)
     (folder / "pytorch_model.bin").unlink()
     with pytest.raises(InputError, match=r"lacks model\.safetensors"):
-        load_drafter(folder)
+        load_eagle3(folder)
     with pytest.raises(InputError, match=r"draft head .* is neither"):
-        load_drafter(tmp_path / "nowhere")
+        load_eagle3(tmp_path / "nowhere")
     (folder / "config.json").unlink()
     with pytest.raises(InputError, match=r"config\.json is missing"):
-        load_drafter(folder)
+        load_eagle3(folder)
 
 
 def test_the_embedding_of_a_self_contained_head_is_not_needed(folder):
-    drafter, expected = load_drafter(folder)
+    drafter, expected = load_eagle3(folder)
     assert drafter.config.own_embed
     embed = expected.embed
     edited_tensors(folder, remove("embed_tokens.weight"))
-    without = load_drafter(folder)
+    without = load_eagle3(folder)
     assert_equal(without[1], expected.replace(embed=None))
     # The policy's is shared, another is kept.
     shared = with_policy_embedding(drafter, expected, embed)

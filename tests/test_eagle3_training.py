@@ -13,17 +13,11 @@ from safetensors.numpy import load_file
 from tiny import no_texts
 
 from specrl_jax.drafters import eagle3, eagle3_training
+from specrl_jax.drafters.draft_losses import DraftBatch, DraftCounts, DraftLossConfig
 from specrl_jax.drafters.eagle3 import Eagle3Drafter
-from specrl_jax.drafters.eagle3_folder import drafter_tensors, load_drafter
+from specrl_jax.drafters.eagle3_folder import drafter_tensors, load_eagle3
 from specrl_jax.drafters.eagle3_params import Eagle3Config, Eagle3Params, init_eagle3
-from specrl_jax.drafters.eagle3_training import (
-    DraftBatch,
-    DraftCounts,
-    DraftLossConfig,
-    draft_counts,
-    draft_loss,
-    ttt_logits,
-)
+from specrl_jax.drafters.eagle3_training import draft_counts, draft_loss, ttt_logits
 from specrl_jax.drafters.protocol import Choice
 from specrl_jax.errors import InputError
 from specrl_jax.models.tree import Tree
@@ -39,7 +33,7 @@ loss_and_gradient = jax.jit(jax.value_and_grad(draft_loss, has_aux=True), static
 @pytest.fixture(scope="module")
 def specforge():
     """A head that SpecForge made, its embedding, and what SpecForge's trainer computed."""
-    drafter, params = load_drafter(FIXTURES / "head")
+    drafter, params = load_eagle3(FIXTURES / "head")
     embed = jnp.asarray(load_file(FIXTURES / "head" / "model.safetensors")["embed_tokens.weight"])
     return drafter.config, params, embed, dict(np.load(FIXTURES / "expected.npz"))
 
@@ -120,8 +114,8 @@ def test_a_wrong_layout_is_seen(specforge, monkeypatch, planted):
 
         monkeypatch.setattr(eagle3_training, "mix_and_mlp", normalised)
     else:
-        shift = eagle3_training._shift
-        monkeypatch.setattr(eagle3_training, "_shift", lambda x, steps: shift(x, steps - 1))
+        shift = eagle3_training.shift
+        monkeypatch.setattr(eagle3_training, "shift", lambda x, steps: shift(x, steps - 1))
     assert np.abs(unroll(specforge) - specforge[3]["logits"])[1:].max() > 1e-2
 
 

@@ -13,7 +13,7 @@ from test_eagle3_training import served_logits
 from tiny import no_texts
 
 from specrl_jax.drafters.eagle3 import Eagle3Drafter
-from specrl_jax.drafters.eagle3_folder import load_drafter, save_drafter
+from specrl_jax.drafters.eagle3_folder import load_eagle3, save_eagle3
 from specrl_jax.drafters.eagle3_params import init_eagle3
 from specrl_jax.drafters.eagle3_training import ttt_logits
 from specrl_jax.drafters.protocol import Choice
@@ -53,7 +53,7 @@ def head_of(variant):
 
 @pytest.mark.parametrize("name", ["eagle31", "qwen3"])
 def test_trained_and_served_equal_speculators(name):
-    drafter, params = load_drafter(FIXTURES / "speculators" / name)
+    drafter, params = load_eagle3(FIXTURES / "speculators" / name)
     expected = np.load(FIXTURES / "speculators.npz")
     config = drafter.config
     assert config.boundaries == (2, 5, 7)
@@ -70,7 +70,7 @@ def test_trained_and_served_equal_speculators(name):
 def test_a_flag_that_is_not_read_is_seen(flag):
     """Every variant changes what speculators computes: without it the fixture is missed."""
     name = "eagle31" if flag in ("fc_norm", "norm_output") else "qwen3"
-    drafter, params = load_drafter(FIXTURES / "speculators" / name)
+    drafter, params = load_eagle3(FIXTURES / "speculators" / name)
     expected = np.load(FIXTURES / "speculators.npz")
     without = {"fc_norm": "fc_norms", "norm_before_fc": "input_norm", "qk_norm": "q_norm"}.get(flag)
     config = replace(drafter.config, **{flag: False})
@@ -96,9 +96,9 @@ def test_the_unroll_is_what_is_served(variant):
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_a_variant_comes_back_from_its_folder(variant, tmp_path):
     config, params = head_of(variant)
-    save_drafter(tmp_path / "head", Eagle3Drafter(config), params)
+    save_eagle3(tmp_path / "head", Eagle3Drafter(config), params)
     policy = replace(POLICY, hidden_size=config.target_hidden_size)
-    drafter, loaded = load_drafter(tmp_path / "head", policy)
+    drafter, loaded = load_eagle3(tmp_path / "head", policy)
     assert drafter.config == config
     jax.tree.map(np.testing.assert_array_equal, loaded, params)
     hf = json.loads((tmp_path / "head" / "config.json").read_text())

@@ -15,7 +15,7 @@ from tiny import PLAIN, VOCAB, keys_of, no_texts, run, tiny_prompts
 from experiments import expand
 from specrl_jax.drafters.eagle3 import Eagle3Drafter
 from specrl_jax.drafters.eagle3_expansion import expand_pair, expanded_head_config
-from specrl_jax.drafters.eagle3_folder import load_drafter, save_drafter
+from specrl_jax.drafters.eagle3_folder import load_eagle3, save_eagle3
 from specrl_jax.drafters.eagle3_params import (
     Eagle3Config,
     default_boundaries,
@@ -281,9 +281,9 @@ def test_layers_stand_where_the_streams_are_the_same():
 def test_folders_say_the_same_again(tmp_path):
     params, policy, draft, head = large_pair("wide")
     save_policy(tmp_path / "policy", params, policy, small_tokenizer(VOCAB))
-    save_drafter(tmp_path / "drafter", Eagle3Drafter(head), draft)
+    save_eagle3(tmp_path / "drafter", Eagle3Drafter(head), draft)
     loaded, config = load_policy(tmp_path / "policy")
-    drafter, loaded_draft = load_drafter(tmp_path / "drafter", config)
+    drafter, loaded_draft = load_eagle3(tmp_path / "drafter", config)
     assert (config, drafter.config) == (policy, head)
     jax.tree.map(np.testing.assert_array_equal, (loaded, loaded_draft), (params, draft))
     ids = np.asarray(loaded_draft.target_ids)
@@ -398,7 +398,7 @@ def test_the_script_writes_both_folders(monkeypatch, tmp_path, models, tiny_shap
     assert row["draft_logit_difference"] < 1e-4
     assert min(row["padded_margin"], row["draft_padded_margin"]) > 30
     params, config = load_policy(tmp_path / "out" / "policy")
-    drafter, _ = load_drafter(tmp_path / "out" / "drafter", config)
+    drafter, _ = load_eagle3(tmp_path / "out" / "drafter", config)
     assert (config.hidden_size, drafter.config.boundaries) == (48, (2, 4, 5))
     small, small_config = load_policy(models / "policy")
     tokens = random_tokens(high=small_config.vocab_size)

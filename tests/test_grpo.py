@@ -12,9 +12,9 @@ import pytest
 from specrl_jax.data.prompts import Prompts
 from specrl_jax.data.symbols import symbol_table
 from specrl_jax.data.tokenizers import arithmetic_tokenizer
+from specrl_jax.drafters.draft_losses import DraftLossConfig
 from specrl_jax.drafters.eagle3 import Eagle3Drafter
 from specrl_jax.drafters.eagle3_params import Eagle3Config, init_eagle3
-from specrl_jax.drafters.eagle3_training import DraftLossConfig
 from specrl_jax.errors import InputError
 from specrl_jax.models.config import PolicyConfig
 from specrl_jax.models.numerics import Numerics

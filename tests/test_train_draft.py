@@ -7,7 +7,7 @@ import pytest
 from safetensors.numpy import load_file
 from scripts import refusal, run_script, write_models
 
-from experiments import train_draft
+from experiments import generate, train_draft
 
 pytestmark = pytest.mark.ci
 SMALL = (
@@ -37,9 +37,8 @@ def rows_of(out):
 def test_a_head_is_trained_measured_and_resumed(monkeypatch, tmp_path, models, data):
     given = ("--policy", models / "policy", "--task", "jsonl", "--data", data / "train.jsonl", *SMALL)
     out = tmp_path / "run"
-    run_script(
-        monkeypatch, train_draft, *given, "--head.fc-norm", "--head.norm-output", "--draft.loss", "lk", "--out", out
-    )
+    chosen = (*given, "--head.fc-norm", "--head.norm-output", "--draft.loss", "lk", "--out", out)
+    run_script(monkeypatch, train_draft, *chosen)
     first = load_file(out / "drafter" / "model.safetensors")
     assert "fc_norm.2.weight" in first
     assert [(row["head"], row["prompts"]) for row in rows_of(out)] == [("after", "train")]
@@ -54,6 +53,23 @@ def test_a_head_is_trained_measured_and_resumed(monkeypatch, tmp_path, models, d
     assert rows_of(tmp_path / "more")[0]["acceptance_length"] >= 1.0
 
 
+def test_a_block_drafter_is_trained_and_drafts(monkeypatch, tmp_path, models, data):
+    given = ("--policy", models / "policy", "--task", "jsonl", "--data", data / "train.jsonl", *SMALL)
+    block = ("--head.kind", "block", "--head.layers", 1, "--head.block-size", 4, "--head.markov-rank", 3)
+    run_script(monkeypatch, train_draft, *given, *block, "--out", tmp_path / "block")
+    tensors = load_file(tmp_path / "block" / "drafter" / "model.safetensors")
+    assert np.abs(tensors["markov_head.markov_w2.weight"]).max() > 0  # it begins at zero
+    # The folder drafts wherever a head does.
+    made = ("--policy", models / "policy", "--drafter", tmp_path / "block" / "drafter", "--task", "arithmetic")
+    few = ("--problems", 4, "--max-new-tokens", 12, "--temperature", 0)
+    texts = []
+    for length in (0, 3):
+        out = tmp_path / str(length)
+        run_script(monkeypatch, generate, *made, *few, "--draft-length", length, "--out", out)
+        texts.append([row["response"] for row in rows_of(out)])
+    assert texts[0] == texts[1]
+
+
 @pytest.mark.parametrize(
     ("argv", "sentence"),
     [
@@ -66,6 +82,8 @@ def test_a_head_is_trained_measured_and_resumed(monkeypatch, tmp_path, models, d
         ),
         (("--task", "arithmetic", "--draft.loss", "tv", "--eval-draft-length", 0), "--eval-draft-length is 0"),
         (("--task", "arithmetic", "--drafter", "x", "--head.qk-norm"), "--head options are for a new head"),
+        (("--task", "arithmetic", "--head.kind", "block", "--head.block-size", 1), "--head.block-size is 1"),
+        (("--task", "arithmetic", "--head.kind", "block", "--head.mask-token-id", 999), "mask_token_id is 999"),
         (("--task", "arithmetic", "--head.fc-norm", "--head.norm-before-fc"), "sets norm_before_fc and fc_norm"),
     ],
 )

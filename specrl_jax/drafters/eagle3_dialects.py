@@ -147,7 +147,7 @@ def _check_variant(hf: dict[str, Any]) -> str:
 def config_from_json(
     hf: dict[str, Any], policy: PolicyConfig | None, boundaries: tuple[int, ...] | None, own_embed: bool
 ) -> Eagle3Config:
-    """The architecture that a head's config.json describes; see `eagle3_folder.load_drafter`.
+    """The architecture that a head's config.json describes; see `eagle3_folder.load_eagle3`.
 
     Args:
         own_embed: whether the file holds an embedding that is not known to be the policy's.

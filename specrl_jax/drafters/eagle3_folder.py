@@ -60,7 +60,7 @@ def drafter_tensors(params: Eagle3Params, config: Eagle3Config) -> dict[str, np.
     return tensors | maps
 
 
-def save_drafter(folder: str | Path, drafter: Eagle3Drafter, params: Eagle3Params) -> None:
+def save_eagle3(folder: str | Path, drafter: Eagle3Drafter, params: Eagle3Params) -> None:
     """Write a head; an earlier head in that folder is replaced as a whole, anything else there is refused."""
     save_head(folder, config_json(drafter.config), drafter_tensors(params, drafter.config))
 
@@ -71,7 +71,7 @@ def _canonical(name: str) -> str:
     return "midlayer." + name.removeprefix("layers.0.") if name.startswith("layers.0.") else name
 
 
-def load_drafter(
+def load_eagle3(
     source: str | Path, policy: PolicyConfig | None = None, boundaries: tuple[int, ...] | None = None
 ) -> tuple[Eagle3Drafter, Eagle3Params]:
     """A head from a folder or a hub name, in the element type that its config.json names.

@@ -8,15 +8,23 @@ the step-0 keys of slots `0..p` and to its own slot's keys of steps `1..i`,
 which is what a chain drafted from slot `p` has in its cache.
 """
 
-from dataclasses import dataclass
-from typing import Literal
-
 import jax
 import jax.numpy as jnp
-from flax import struct
 from jax import lax
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
+from specrl_jax.drafters.draft_losses import (
+    DraftBatch,
+    DraftCounts,
+    DraftLossConfig,
+    DraftMetrics,
+    add_up,
+    drafted_slots,
+    judge,
+    shift,
+    top_in_draft_vocab,
+    weighted,
+)
 from specrl_jax.drafters.eagle3 import (
     attention_input,
     draft_logits,
@@ -27,83 +35,9 @@ from specrl_jax.drafters.eagle3 import (
     project_queries,
 )
 from specrl_jax.drafters.eagle3_params import Eagle3Config, Eagle3Weights
-from specrl_jax.errors import InputError
 
 _MASKED = -1e30
 _FEWEST_QUERIES, _MOST_BLOCKS = 128, 8
-
-
-@struct.dataclass
-class DraftBatch:
-    """What the policy's training forward leaves for the draft head; sequences start at slot 0, right-padded.
-
-    tokens: prompt and response, `[b, t]`.
-    features: the policy's residual streams at the head's boundaries, concatenated, `[b, t, fd]`.
-    teacher_log_probs: float32 log-law of the policy over the token after slot `p`, `[b, t, v]`.
-    mask: True where a token belongs to a response, `[b, t]`.
-    """
-
-    tokens: Int[Array, "b t"]
-    features: Float[Array, "b t fd"]
-    teacher_log_probs: Float[Array, "b t v"]
-    mask: Bool[Array, "b t"]
-
-
-@dataclass(frozen=True)
-class DraftLossConfig:
-    """steps: length of the unroll, the longest draft to train for. decay: weight of step `i` is `decay ** i`.
-
-    kind: "kl": cross-entropy against the policy's law restricted to the draft vocabulary. "tv": total variation,
-        1 minus the acceptance `a` of a ratio test. "lk": the one where drafts are bad, the other where they are good, a
-        slot's weight of the first being `exp(-eta * a)`, without gradient (LK losses, arXiv 2602.23881).
-    """
-
-    steps: int = 3
-    decay: float = 0.8
-    kind: Literal["kl", "tv", "lk"] = "kl"
-    eta: float = 3.0
-
-    def __post_init__(self) -> None:
-        if self.kind not in ("kl", "tv", "lk"):
-            raise InputError(f"draft loss kind is {self.kind!r}; choose kl, tv or lk")
-        if not 0.0 <= self.eta < float("inf"):
-            raise InputError(f"draft loss eta is {self.eta}; it must be a number of at least 0")
-        if self.steps < 1:
-            raise InputError(f"draft loss steps is {self.steps}; it must be at least 1")
-        if not 0.0 < self.decay <= 1.0:
-            raise InputError(f"draft loss decay is {self.decay}; it must lie above 0 and be at most 1")
-
-
-@struct.dataclass
-class DraftCounts:
-    """Slots that count at each step, float32.
-
-    drafted: slots whose step a round could draft (see `_drafted`).
-    trained: those of them where the policy's likeliest token lies in the draft vocabulary.
-    """
-
-    drafted: Float[Array, "i"]
-    trained: Float[Array, "i"]
-
-
-@struct.dataclass
-class DraftMetrics:
-    """Means per step. With `counts` of a larger batch given to `draft_loss`, shares that add up over its parts.
-
-    loss: as `DraftLossConfig` says; cross-entropy over the trained slots, total variation over the drafted ones.
-    agreement: how often the head's likeliest token is the policy's, over the drafted slots.
-    overlap: sum over tokens of min(p, q), p not renormalised, over the drafted slots: the acceptance of a ratio test.
-    """
-
-    loss: Float[Array, "i"]
-    agreement: Float[Array, "i"]
-    overlap: Float[Array, "i"]
-
-
-def _shift(x: Array, steps: int) -> Array:
-    """`x[:, p + steps]` at slot `p`, zero (False) where that lies beyond the end."""
-    kept = x[:, steps:]
-    return jnp.pad(kept, [(0, 0), (0, x.shape[1] - kept.shape[1])] + [(0, 0)] * (x.ndim - 2))
 
 
 def _attend_block(
@@ -176,7 +110,7 @@ def ttt_hidden(
     outputs = []
     for step in range(steps):
         positions = jnp.tile(jnp.arange(slots, dtype=jnp.int32) + step, batch)
-        x = attention_input(config, weights, embed, _shift(tokens, 1 + step).reshape(-1), hidden)
+        x = attention_input(config, weights, embed, shift(tokens, 1 + step).reshape(-1), hidden)
         q = project_queries(config, weights, x, positions).reshape(batch, slots, -1, config.head_dim)
         key, value = (y.reshape(batch, slots, -1, config.head_dim) for y in project_keys(config, weights, x, positions))
         if base is None:
@@ -205,72 +139,14 @@ def ttt_logits(
     return logits.reshape(steps, *tokens.shape, -1)
 
 
-def _drafted(mask: Bool[Array, "b t"], step: int) -> Bool[Array, "b t"]:
-    """Slots whose step a round could draft: it starts from an emitted token, and the predicted token was emitted."""
-    return _shift(mask, 1) & _shift(mask, 2 + step)
-
-
-def _top_in_draft_vocab(target_ids: Int[Array, "dv"], top: Int[Array, "b t"], vocab_size: int) -> Bool[Array, "b t"]:
-    return jnp.zeros((vocab_size,), bool).at[target_ids].set(True)[top]
-
-
 def draft_counts(target_ids: Int[Array, "dv"], batch: DraftBatch, steps: int) -> DraftCounts:
     """Slots that count at each step; add them up over devices or microbatches and give them to `draft_loss`."""
     top = jnp.argmax(batch.teacher_log_probs, axis=-1)
-    known = _top_in_draft_vocab(target_ids, top, batch.teacher_log_probs.shape[-1])
-    drafted = [_drafted(batch.mask, step) for step in range(steps)]
-    trained = [slots & _shift(known, 1 + step) for step, slots in enumerate(drafted)]
+    known = top_in_draft_vocab(target_ids, top, batch.teacher_log_probs.shape[-1])
+    drafted = [drafted_slots(batch.mask, step) for step in range(steps)]
+    trained = [slots & shift(known, 1 + step) for step, slots in enumerate(drafted)]
     drafted_count, trained_count = (jnp.stack([s.sum(dtype=jnp.float32) for s in x]) for x in (drafted, trained))
     return DraftCounts(drafted_count, trained_count)
-
-
-def _parts_of_loss(
-    config: DraftLossConfig, cross_entropy: Float[Array, "b t"], accepted: Float[Array, "b t"]
-) -> tuple[Float[Array, "b t"], Float[Array, "b t"] | None]:
-    """Of each slot, what counts where it is trained, and what counts wherever it is drafted."""
-    if config.kind == "kl":
-        return cross_entropy, None
-    if config.kind == "tv":
-        return jnp.zeros_like(cross_entropy), 1.0 - accepted
-    share = jnp.exp(-config.eta * lax.stop_gradient(accepted))
-    return share * cross_entropy, (1.0 - share) * (1.0 - accepted)
-
-
-def _loss_parts(
-    weights: Eagle3Weights,
-    target_ids: Int[Array, "dv"],
-    embed: Float[Array, "v d"],
-    batch: DraftBatch,
-    config: Eagle3Config,
-    loss_config: DraftLossConfig,
-    counts: DraftCounts,
-) -> DraftMetrics:
-    """What `DraftMetrics` holds, as shares of the slots that count."""
-    drafted_count, trained_count = jnp.maximum(counts.drafted, 1.0), jnp.maximum(counts.trained, 1.0)
-    teacher = lax.stop_gradient(batch.teacher_log_probs)
-    top = jnp.argmax(teacher, axis=-1)
-    known = _top_in_draft_vocab(target_ids, top, teacher.shape[-1])
-    restricted = teacher[..., target_ids]
-    outputs = ttt_hidden(weights, embed, batch.tokens, batch.features, config, loss_config.steps)
-    loss, agreement, overlap = [], [], []
-    for step, hidden in enumerate(outputs):
-        drafted = _drafted(batch.mask, step)
-        trained = drafted & _shift(known, 1 + step)
-        logits = draft_logits(config, weights, hidden).reshape(*drafted.shape, -1)
-        log_q = jax.nn.log_softmax(logits, axis=-1)
-        log_p = _shift(restricted, 1 + step)
-        cross_entropy = -(jax.nn.softmax(log_p, axis=-1) * log_q).sum(-1)
-        accepted = jnp.exp(jnp.minimum(log_p, log_q)).sum(-1)
-        known_loss, varied = _parts_of_loss(loss_config, cross_entropy, accepted)
-        total = jnp.where(trained, known_loss, 0.0).sum() / trained_count[step]
-        if varied is not None:
-            total += jnp.where(drafted, varied, 0.0).sum() / drafted_count[step]
-        loss.append(total)
-        log_q = lax.stop_gradient(log_q)
-        agrees = target_ids[jnp.argmax(log_q, axis=-1)] == _shift(top, 1 + step)
-        agreement.append((agrees & drafted).sum(dtype=jnp.float32))
-        overlap.append(jnp.where(drafted, lax.stop_gradient(accepted), 0.0).sum())
-    return DraftMetrics(jnp.stack(loss), jnp.stack(agreement) / drafted_count, jnp.stack(overlap) / drafted_count)
 
 
 def draft_loss(
@@ -295,6 +171,16 @@ def draft_loss(
     """
     steps = loss_config.steps
     counts = draft_counts(target_ids, batch, steps) if counts is None else counts
-    metrics = _loss_parts(weights, target_ids, embed, batch, config, loss_config, counts)
-    decay = loss_config.decay ** jnp.arange(steps, dtype=jnp.float32)
-    return (decay * metrics.loss).sum(), metrics
+    teacher = lax.stop_gradient(batch.teacher_log_probs)
+    top = jnp.argmax(teacher, axis=-1)
+    known = top_in_draft_vocab(target_ids, top, teacher.shape[-1])
+    restricted = teacher[..., target_ids]
+    judged, drafted, trained = [], [], []
+    for step, hidden in enumerate(ttt_hidden(weights, embed, batch.tokens, batch.features, config, steps)):
+        logits = draft_logits(config, weights, hidden).reshape(*top.shape, -1)
+        after = 1 + step
+        judged.append(judge(loss_config, logits, shift(restricted, after), shift(top, after), target_ids))
+        drafted.append(drafted_slots(batch.mask, step))
+        trained.append(drafted[-1] & shift(known, after))
+    metrics = add_up(judged, drafted, trained, counts)
+    return weighted(loss_config, metrics), metrics

@@ -14,8 +14,8 @@ from flax import struct
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from specrl_jax.drafters.eagle3_params import Eagle3Config, Eagle3Params
-from specrl_jax.drafters.eagle3_training import DraftBatch, DraftLossConfig, draft_counts, draft_loss
+from specrl_jax.drafters.draft_losses import DraftBatch, DraftLossConfig
+from specrl_jax.drafters.heads import HeadConfig, HeadParams, head_counts, head_loss
 from specrl_jax.models.numerics import isolated
 from specrl_jax.models.params import PolicyParams
 from specrl_jax.parallel.mesh import DATA
@@ -45,12 +45,12 @@ class DraftTraining:
     """
 
     scorer: Scorer
-    head: Eagle3Config
+    head: HeadConfig
     loss: DraftLossConfig
     optimizer: OptimizerConfig
     microbatch: MicrobatchConfig
 
-    def init(self, params: Eagle3Params) -> Any:
+    def init(self, params: HeadParams) -> Any:
         """Optimizer state of a head."""
         return self._optimizer.init(params.weights)
 
@@ -71,19 +71,19 @@ class DraftTraining:
         return DraftExamples(batch, ordered.lengths)
 
     def update(
-        self, params: Eagle3Params, opt_state: Any, embed: Float[Array, "v d"], examples: DraftExamples
-    ) -> tuple[Eagle3Params, Any, dict[str, Array]]:
+        self, params: HeadParams, opt_state: Any, embed: Float[Array, "v d"], examples: DraftExamples
+    ) -> tuple[HeadParams, Any, dict[str, Array]]:
         """One optimizer step, gradients summed over the mesh's data axis.
 
         Returns:
             The head, its optimizer state, and `draft_loss`, `draft_grad_norm`, and per step of the
             unroll `draft_agreement` and `draft_overlap`.
         """
-        counts = lax.psum(draft_counts(params.target_ids, examples.batch, self.loss.steps), DATA)
+        counts = lax.psum(head_counts(self.head, params, examples.batch, self.loss), DATA)
 
         def gradients(weights: Any, micro: DraftBatch) -> tuple[Any, Any]:
-            value = jax.value_and_grad(draft_loss, has_aux=True)
-            return value(weights, params.target_ids, params.embedding(embed), micro, self.head, self.loss, counts), ()
+            value = jax.value_and_grad(head_loss, has_aux=True)
+            return value(weights, params, embed, micro, self.head, self.loss, counts), ()
 
         sums, _ = over_microbatches(gradients, params.weights, examples.batch, examples.lengths, self.microbatch)
         (loss, metrics), grads = lax.psum(sums, DATA)

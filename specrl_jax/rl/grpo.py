@@ -25,7 +25,7 @@ from jaxtyping import Array, Float, Int, UInt32
 
 from specrl_jax.data.prompts import Prompts
 from specrl_jax.drafters.combined import head_of, history_of, with_head, with_history
-from specrl_jax.drafters.eagle3_training import DraftBatch
+from specrl_jax.drafters.draft_losses import DraftBatch
 from specrl_jax.drafters.suffix import remember
 from specrl_jax.errors import InputError
 from specrl_jax.models.numerics import isolated, opaque_int

@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Int
 
-from specrl_jax.drafters.eagle3_params import Eagle3Params
+from specrl_jax.drafters.heads import HeadParams
 from specrl_jax.models.params import PolicyParams
 from specrl_jax.parallel.mesh import DATA
 from specrl_jax.rl.drafting import DraftTraining
@@ -24,7 +24,7 @@ from specrl_jax.rollout.trajectory import Sequences
 class DraftState:
     """draft, opt_state: the head and its optimizer. step: updates so far."""
 
-    draft: Eagle3Params
+    draft: HeadParams
     opt_state: Any
     step: Int[Array, ""]
 
@@ -40,7 +40,7 @@ class OfflineDraftTraining:
     sequences: int
     seed: int
 
-    def init(self, draft: Eagle3Params) -> DraftState:
+    def init(self, draft: HeadParams) -> DraftState:
         """The state before the first update."""
         return DraftState(draft, self.training.init(draft), jnp.int32(0))
 

@@ -1,0 +1,166 @@
+"""Training of a block drafter (DFlash, arXiv 2602.06036; DSpark, arXiv 2607.05147): many blocks of a sequence at once.
+
+A block begins at an anchor, a token of the response; its slots read the features of all tokens before the anchor and
+each other, as they are served, and the true tokens stand where the correction reads the draft before. Anchors are drawn
+anew for every text, from the text itself, so that the loss is a function of its arguments.
+"""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int
+
+from specrl_jax.drafters.block import block_tokens, confidence_logits, corrected, fuse
+from specrl_jax.drafters.block_params import BlockConfig, BlockParams, BlockWeights
+from specrl_jax.drafters.draft_losses import (
+    DraftBatch,
+    DraftCounts,
+    DraftLossConfig,
+    DraftMetrics,
+    add_up,
+    judge,
+    top_in_draft_vocab,
+    weighted,
+)
+from specrl_jax.models.linear import linear
+from specrl_jax.models.policy import mix_and_mlp, project_qkv, rms_norm
+
+_MASKED = -1e30
+
+
+def choose_anchors(
+    tokens: Int[Array, "b t"], mask: Bool[Array, "b t"], count: int
+) -> tuple[Int[Array, "b a"], Bool[Array, "b a"]]:
+    """Tokens of responses that another one follows: at most `count` of each sequence, and which places are filled."""
+    slots = tokens.shape[1]
+    possible = mask & jnp.pad(mask[:, 1:], ((0, 0), (0, 1)))
+    place = jnp.arange(slots, dtype=jnp.uint32)[None]
+    sums = jnp.sum((tokens.astype(jnp.uint32) + 1) * (place * jnp.uint32(2654435761) + 1), axis=1, dtype=jnp.uint32)
+
+    def drawn(seed: Array) -> Float[Array, "t"]:
+        return jax.random.uniform(jax.random.fold_in(jax.random.key(0), seed), (slots,))
+
+    order = jnp.where(possible, jax.vmap(drawn)(sums), -1.0)
+    best, anchors = lax.top_k(order, min(count, slots))
+    return anchors.astype(jnp.int32), best >= 0.0
+
+
+def _attend_blocks(
+    q: Float[Array, "b a s h c"],
+    keys: Float[Array, "b t g c"],
+    values: Float[Array, "b t g c"],
+    own_keys: Float[Array, "b a s g c"],
+    own_values: Float[Array, "b a s g c"],
+    anchors: Int[Array, "b a"],
+) -> Float[Array, "b a s h c"]:
+    """Every slot of a block over the tokens before its anchor and over its own block."""
+    batch, count, slots, _, width = q.shape
+    groups = keys.shape[2]
+    grouped = (q * width**-0.5).reshape(batch, count, slots, groups, -1, width)
+    scores = jnp.einsum("basgmc,btgc->bagmst", grouped, keys, preferred_element_type=jnp.float32)
+    before = jnp.arange(keys.shape[1], dtype=jnp.int32)[None, None] < anchors[:, :, None]
+    scores = jnp.where(before[:, :, None, None, None], scores, _MASKED)
+    own_scores = jnp.einsum("basgmc,baegc->bagmse", grouped, own_keys, preferred_element_type=jnp.float32)
+    mix = jax.nn.softmax(jnp.concatenate([scores, own_scores], axis=-1), axis=-1).astype(values.dtype)
+    base, own = mix[..., : keys.shape[1]], mix[..., keys.shape[1] :]
+    out = jnp.einsum("bagmst,btgc->basgmc", base, values, preferred_element_type=jnp.float32)
+    out = out + jnp.einsum("bagmse,baegc->basgmc", own, own_values, preferred_element_type=jnp.float32)
+    return out.reshape(q.shape).astype(q.dtype)
+
+
+def block_hidden(
+    config: BlockConfig,
+    weights: BlockWeights,
+    embed: Float[Array, "v d"],
+    tokens: Int[Array, "b t"],
+    features: Float[Array, "b t fd"],
+    anchors: Int[Array, "b a"],
+) -> Float[Array, "b a k d"]:
+    """Hidden states of all drafts of the blocks at the anchors, as `block.draft_hidden`; none reaches the policy."""
+    backbone, slots = config.backbone, config.block_size
+    (batch, width), count = tokens.shape, anchors.shape[1]
+    embed, features = lax.stop_gradient(embed), lax.stop_gradient(features)
+    fused = fuse(config, weights, features.reshape(batch * width, -1))
+    base = jnp.tile(jnp.arange(width, dtype=jnp.int32), batch)
+    newest = jnp.take_along_axis(tokens, anchors, axis=1)
+    x = embed[block_tokens(config, newest).reshape(-1)].astype(weights.fc.dtype)
+    positions = (anchors[:, :, None] + jnp.arange(slots, dtype=jnp.int32)[None, None]).reshape(-1)
+
+    @jax.checkpoint
+    def layer_of(layer: object, x: Float[Array, "n d"]) -> Float[Array, "n d"]:
+        _, keys, values = (y.reshape(batch, width, *y.shape[1:]) for y in project_qkv(backbone, layer, fused, base))  # type: ignore[arg-type]
+        normed = rms_norm(x, layer.attn_norm, backbone.rms_norm_eps)  # type: ignore[attr-defined]
+        own = project_qkv(backbone, layer, normed, positions)  # type: ignore[arg-type]
+        q, own_keys, own_values = (y.reshape(batch, count, slots, *y.shape[1:]) for y in own)
+        attended = _attend_blocks(q, keys, values, own_keys, own_values, anchors)
+        return mix_and_mlp(backbone, layer, x, attended.reshape(x.shape[0], *attended.shape[3:]))  # type: ignore[arg-type]
+
+    for layer in weights.layers:
+        x = layer_of(layer, x)
+    x = rms_norm(x, weights.final_norm, backbone.rms_norm_eps).reshape(batch, count, slots, -1)
+    return x if config.sample_from_anchor else x[:, :, 1:]
+
+
+def _at(x: Array, places: Int[Array, "b a"]) -> Array:
+    """`x[b, places]`, zero (False) beyond the end."""
+    return jax.vmap(lambda row, place: row.at[place].get(mode="fill", fill_value=0))(x, places)
+
+
+def _slots_that_count(
+    target_ids: Int[Array, "dv"], batch: DraftBatch, config: BlockConfig, loss: DraftLossConfig
+) -> tuple[Int[Array, "b a"], list[Bool[Array, "b a"]], list[Bool[Array, "b a"]]]:
+    """Anchors, and at each depth the drafted ones and those of them that are trained."""
+    anchors, valid = choose_anchors(batch.tokens, batch.mask, loss.anchors)
+    top = jnp.argmax(batch.teacher_log_probs, axis=-1)
+    known = top_in_draft_vocab(target_ids, top, batch.teacher_log_probs.shape[-1])
+    drafted = [valid & _at(batch.mask, anchors + 1 + depth) for depth in range(config.drafts)]
+    trained = [at & _at(known, anchors + depth) for depth, at in enumerate(drafted)]
+    return anchors, drafted, trained
+
+
+def block_counts(
+    target_ids: Int[Array, "dv"], batch: DraftBatch, config: BlockConfig, loss: DraftLossConfig
+) -> DraftCounts:
+    """Drafts that count at each depth; add them up over devices or microbatches and give them to `block_loss`."""
+    _, drafted, trained = _slots_that_count(target_ids, batch, config, loss)
+    return DraftCounts(*(jnp.stack([at.sum(dtype=jnp.float32) for at in slots]) for slots in (drafted, trained)))
+
+
+def block_loss(
+    weights: BlockWeights,
+    params: BlockParams,
+    embed: Float[Array, "v d"],
+    batch: DraftBatch,
+    config: BlockConfig,
+    loss_config: DraftLossConfig,
+    counts: DraftCounts | None = None,
+) -> tuple[Float[Array, ""], DraftMetrics]:
+    """As `eagle3_training.draft_loss`, a step being a draft of the block; differentiable in `weights` alone.
+
+    A confidence head's cross-entropy with the acceptance of a ratio test counts as much as the drafts.
+
+    Args:
+        params: output rows and draft vocabulary.
+    """
+    target_ids = params.target_ids
+    counts = block_counts(target_ids, batch, config, loss_config) if counts is None else counts
+    anchors, drafted, trained = _slots_that_count(target_ids, batch, config, loss_config)
+    teacher = lax.stop_gradient(batch.teacher_log_probs)
+    top, restricted = jnp.argmax(teacher, axis=-1).astype(jnp.int32), teacher[..., target_ids]
+    hidden = block_hidden(config, weights, embed, batch.tokens, batch.features, anchors)
+    assert params.lm_head is not None
+    judged, unsure = [], jnp.float32(0.0)
+    for depth in range(config.drafts):
+        own, before = hidden[:, :, depth], _at(batch.tokens, anchors + depth)
+        logits = linear(own.reshape(-1, own.shape[2]), lax.stop_gradient(params.lm_head), jnp.float32)
+        logits = corrected(config, weights, logits.reshape(*own.shape[:2], -1), before)
+        judged.append(
+            judge(loss_config, logits, _at(restricted, anchors + depth), _at(top, anchors + depth), target_ids)
+        )
+        odds = confidence_logits(config, weights, own, before)
+        if odds is not None:
+            entropy = jax.nn.softplus(odds) - odds * judged[-1].accepted
+            share = loss_config.decay**depth / jnp.maximum(counts.drafted[depth], 1.0)
+            unsure += share * jnp.where(drafted[depth], entropy, 0.0).sum()
+    metrics = add_up(judged, drafted, trained, counts)
+    return weighted(loss_config, metrics) + unsure, metrics

@@ -1,0 +1,109 @@
+"""Draft heads of every kind behind one door: made, trained, saved and loaded by what their configuration says.
+
+EAGLE-3 heads (`eagle3`) and block drafters (`block`) have a configuration, a drafter that the rollout uses, and
+parameters of which `weights` is what training changes.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float
+
+from specrl_jax.drafters.block import BlockDrafter
+from specrl_jax.drafters.block_folder import is_block_drafter, load_block, save_block, with_policy_head
+from specrl_jax.drafters.block_params import BlockConfig, BlockParams, init_block
+from specrl_jax.drafters.block_training import block_counts, block_loss
+from specrl_jax.drafters.draft_losses import DraftBatch, DraftCounts, DraftLossConfig, DraftMetrics
+from specrl_jax.drafters.eagle3 import Eagle3Drafter
+from specrl_jax.drafters.eagle3_folder import load_eagle3, save_eagle3, with_policy_embedding
+from specrl_jax.drafters.eagle3_params import Eagle3Config, Eagle3Params, init_eagle3
+from specrl_jax.drafters.eagle3_training import draft_counts, draft_loss
+from specrl_jax.errors import InputError
+from specrl_jax.models.config import PolicyConfig
+from specrl_jax.models.huggingface import resolve_folder
+from specrl_jax.models.params import PolicyParams
+from specrl_jax.models.weights import read_json
+
+HeadConfig = Eagle3Config | BlockConfig
+HeadDrafter = Eagle3Drafter | BlockDrafter
+HeadParams = Eagle3Params | BlockParams
+
+
+def drafter_for_head(config: HeadConfig) -> HeadDrafter:
+    """What the rollout uses."""
+    return BlockDrafter(config) if isinstance(config, BlockConfig) else Eagle3Drafter(config)
+
+
+def init_head(
+    key: Any,
+    config: HeadConfig,
+    policy: PolicyParams,
+    target_ids: np.ndarray | None = None,
+    feature_rms: float = 1.0,
+) -> HeadParams:
+    """A new head; arguments as for `eagle3_params.init_eagle3`."""
+    if isinstance(config, BlockConfig):
+        return init_block(key, config, policy, target_ids, feature_rms)
+    return init_eagle3(key, config, target_ids, policy, feature_rms)
+
+
+def head_counts(config: HeadConfig, params: HeadParams, batch: DraftBatch, loss: DraftLossConfig) -> DraftCounts:
+    """Drafts that count at each step."""
+    if isinstance(config, BlockConfig):
+        return block_counts(params.target_ids, batch, config, loss)
+    return draft_counts(params.target_ids, batch, loss.steps)
+
+
+def head_loss(
+    weights: Any,
+    params: HeadParams,
+    embed: Float[Array, "v d"],
+    batch: DraftBatch,
+    config: HeadConfig,
+    loss: DraftLossConfig,
+    counts: DraftCounts,
+) -> tuple[Float[Array, ""], DraftMetrics]:
+    """Loss and metrics of a part of a batch; `weights` are those of `params`, by which it is differentiated."""
+    if isinstance(config, BlockConfig):
+        assert isinstance(params, BlockParams)
+        return block_loss(weights, params, embed, batch, config, loss, counts)
+    assert isinstance(params, Eagle3Params)
+    return draft_loss(weights, params.target_ids, params.embedding(embed), batch, config, loss, counts)
+
+
+def save_drafter(folder: str | Path, drafter: HeadDrafter, params: HeadParams) -> None:
+    """Write a head; an earlier head in that folder is replaced as a whole, anything else there is refused."""
+    if isinstance(drafter, BlockDrafter):
+        assert isinstance(params, BlockParams)
+        save_block(folder, drafter, params)
+    else:
+        assert isinstance(params, Eagle3Params)
+        save_eagle3(folder, drafter, params)
+
+
+def load_drafter(source: str | Path, policy: PolicyConfig | None = None) -> tuple[HeadDrafter, HeadParams]:
+    """A head from a folder or a hub name, its kind told from config.json; see `load_eagle3` and `load_block`."""
+    folder = resolve_folder(source, "draft head")
+    if is_block_drafter(read_json(folder / "config.json")):
+        return load_block(folder, policy)
+    return load_eagle3(folder, policy)
+
+
+def for_policy(drafter: HeadDrafter, params: HeadParams, policy: PolicyParams) -> tuple[HeadDrafter, HeadParams]:
+    """A loaded head that shares with its policy what is the policy's: an equal embedding, missing output rows.
+
+    Raises:
+        InputError: the drafter came without output rows and its width is not the policy's.
+    """
+    if isinstance(drafter, BlockDrafter):
+        assert isinstance(params, BlockParams)
+        if policy.embed.shape != (drafter.config.backbone.vocab_size, drafter.config.backbone.hidden_size):
+            raise InputError(
+                f"block drafter reads an embedding of {drafter.config.backbone.vocab_size} tokens of width "
+                f"{drafter.config.backbone.hidden_size}, not {jnp.shape(policy.embed)}; use that policy's drafter"
+            )
+        return drafter, with_policy_head(params, policy)
+    assert isinstance(params, Eagle3Params)
+    return with_policy_embedding(drafter, params, policy.embed)

@@ -14,6 +14,7 @@ from tiny import run as run_alone
 from specrl_jax.errors import InputError
 from specrl_jax.models.numerics import Numerics
 from specrl_jax.parallel.mesh import DATA, MeshConfig, make_mesh
+from specrl_jax.rollout import adaptive as adaptive_module
 from specrl_jax.rollout.config import RolloutConfig
 from specrl_jax.rollout.control import (
     BINS,
@@ -29,7 +30,7 @@ from specrl_jax.rollout.control import (
 )
 from specrl_jax.rollout.engine import RolloutEngine
 from specrl_jax.rollout.rules import Block, Match
-from specrl_jax.rollout.sampling import SamplingLaw
+from specrl_jax.rollout.sampling import Context, SamplingLaw
 
 pytestmark = pytest.mark.ci
 SAMPLES, NEW = 3, 20
@@ -226,3 +227,30 @@ def test_two_devices_give_the_tokens_of_one_without_talking_in_the_loops():
     assert COLLECTIVE.search(hlo), "the sum of what was learned, after the loops"
     assert not COLLECTIVE.search(inside)
     assert "callback" not in hlo
+
+
+@pytest.mark.parametrize("bug", ["noise of the first position", "positions of another row", "a draft too many"])
+def test_caught(monkeypatch, bug):
+    """What could go wrong where rows of different lengths lie packed side by side is seen."""
+    if bug == "noise of the first position":
+        monkeypatch.setattr(adaptive_module, "Context", lambda position, seen: Context(position - position % 2, seen))
+    elif bug == "positions of another row":
+        packed = adaptive_module.AdaptiveRound._packed
+
+        def shifted(self, *args):
+            batch, where = packed(self, *args)
+            return replace(batch, positions=jnp.where(batch.positions > 0, batch.positions - 1, batch.positions)), where
+
+        monkeypatch.setattr(adaptive_module.AdaptiveRound, "_packed", shifted)
+    else:
+        judge = adaptive_module.AdaptiveRound.judge_dealt
+
+        def generous(self, *args):
+            judged = judge(self, *args)
+            most = judged.proposed.tokens.shape[1] - 1
+            accepted = jnp.minimum(judged.proposed.accepted + 1, most)
+            return replace(judged, proposed=replace(judged.proposed, accepted=accepted))
+
+        monkeypatch.setattr(adaptive_module.AdaptiveRound, "judge_dealt", generous)
+    ours, expected = adaptive(engine_of(), TABLES["always"]), plain()
+    assert not all(np.array_equal(getattr(ours, name), getattr(expected, name)) for name in ("tokens", "lengths"))

@@ -10,6 +10,7 @@ from scripts import SCRIPTS, refusal, run_script
 
 from experiments.bare_products import Floors, allowed_speedup, live_rows
 from experiments.bench_models import SyntheticMatch, in_turn, ratio
+from experiments.seeds import mean_over_seeds
 from specrl_jax.errors import InputError
 from specrl_jax.models.tree import Tree
 from specrl_jax.rollout.control import Body, initial_control
@@ -43,6 +44,9 @@ pytestmark = pytest.mark.ci
         ("bench_step", "--kl-coefs is (-0.1,); name at least one number", ("--kl-coefs", -0.1)),
         ("bench_step", "--survival is 1.0; choose 0 (real acceptance) to below 1", ("--survival", 1.0)),
         ("bench_step", "--microbatch is 5; choose a divisor of 16", ("--microbatch", 5)),
+        ("draft_length", "--seeds is 1; it must be at least 2", ("--seeds", 1)),
+        ("draft_length", "--rows must name at least one number", ("--rows", 0)),
+        ("draft_length", "--policy and --drafter belong to a --task of theirs", ("--task", "arithmetic")),
         ("bench_cache", "--pools is (1.5,); name shares above 0 and at most 1", ("--pools", 1.5)),
     ],
 )
@@ -146,3 +150,23 @@ def test_what_the_floors_allow():
     fair = Floors(tokens, np.array([1.0, 1000.0]), np.array([0.1, 0.1]))
     assert allowed_speedup(fair, limits, 2, [0.9, 0.81], prompt_tokens=3000) == 1.0
     assert fair.cost(2, 3) == pytest.approx((8 + 0.3) / 2)
+
+
+def test_the_draft_length_table_has_intervals_and_the_papers_figures(monkeypatch, tmp_path):
+    out = tmp_path / "out"
+    run_script(monkeypatch, SCRIPTS["draft_length"], "--preset", "smoke", "--draft-lengths", 3, "--out", out)
+    rows = json.loads((out / "results.json").read_text())["rows"]
+    assert [(row["workload"], row["draft_length"]) for row in rows] == [("predictable", 3), ("branchy", 3)]
+    assert rows[0]["paper_acceptance_length"] == 3.32
+    for row in rows:
+        assert row["seeds"] == 2
+        assert row["acceptance_length"] >= 1.0
+        assert np.isfinite(row["speedup_ci95"])
+        assert row["round_cost"] == pytest.approx(row["acceptance_length"] / row["speedup"])
+    assert (out / "draft_length.png").is_file()
+
+
+def test_intervals_over_seeds_are_students():
+    mean, half_width = mean_over_seeds([1.0, 2.0, 3.0])
+    assert (mean, half_width) == (2.0, pytest.approx(4.303 / 3**0.5))
+    assert np.isnan(mean_over_seeds([1.0])[1])

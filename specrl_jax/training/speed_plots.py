@@ -48,3 +48,30 @@ def draw_speedups(rows: Rows) -> Figure:
     axes.set_ylabel("speed / speed without drafts")
     figure.legend(loc="outside right upper")
     return figure
+
+
+def draw_draft_lengths(rows: Rows) -> Figure:
+    """Speed-up by draft length, a panel per workload and a colour per number of rows; crosses are the paper's."""
+    workloads = list(dict.fromkeys(row["workload"] for row in rows))
+    figure = Figure(figsize=(5 * len(workloads), 4), layout="constrained")
+    panels = figure.subplots(1, len(workloads), squeeze=False, sharey=True)[0]
+    for axes, workload in zip(panels, workloads, strict=True):
+        own = [row for row in rows if row["workload"] == workload]
+        for i, count in enumerate(dict.fromkeys(row["rows"] for row in own)):
+            line = sorted((row for row in own if row["rows"] == count), key=lambda row: row["draft_length"])
+            lengths, heights = [0], [1.0]
+            lengths += [row["draft_length"] for row in line]
+            heights += [row["speedup"] for row in line]
+            errors = [0.0, *(row["speedup_ci95"] for row in line)]
+            axes.errorbar(
+                lengths, heights, yerr=errors, marker="o", color=COLORS[i % len(COLORS)], label=f"{count} rows"
+            )
+        paper = {row["draft_length"]: row["paper_speedup"] for row in own if row.get("paper_speedup") is not None}
+        if paper:
+            axes.plot(list(paper), list(paper.values()), "x", color="black", label="NeMo RL, 8B")
+        axes.axhline(1.0, color="black", linewidth=0.8)
+        axes.set_title(workload)
+        axes.set_xlabel("drafts per round")
+    panels[0].set_ylabel("speed / speed without drafts")
+    panels[0].legend()
+    return figure

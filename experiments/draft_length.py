@@ -1,0 +1,145 @@
+"""The draft-length table: what k drafts per round win, by live batch, on predictable and on branchy work.
+
+For every workload, number of live rows and draft length, over several seeds: acceptance length, speed of the rollout
+over decoding without drafts (paired, in turn), and the cost of a round in autoregressive steps that the two imply.
+With `--policy`, `--drafter` and `--task` the work is a policy's own prompts, branchy ones with random tokens in their
+place; without, acceptance is synthetic: every further draft survives with probability 0.877 (predictable) or 0.766
+(branchy), which at three drafts is the acceptance length of NVIDIA's RL-Zero and RL-Think runs (arXiv 2604.26779),
+whose figures stand beside ours. Intervals are 95%, of the mean over seeds.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Annotated, Any
+
+import numpy as np
+import tyro
+
+from experiments.bench_models import OneDevice, ShapeOptions, SyntheticMatch, in_turn, open_expanded, parts_of
+from experiments.bench_rollout import Config as RolloutBench
+from experiments.bench_rollout import fixed_arm, rollout_of
+from experiments.bench_work import WorkFlags, WorkOptions, make_work
+from experiments.common import Run, RunOptions, check_least, progress, run_main
+from experiments.outputs import check_output, markdown_table, open_output, provenance, write_results
+from experiments.seeds import mean_over_seeds
+from specrl_jax.errors import InputError
+from specrl_jax.rollout.rules import Match
+from specrl_jax.training.metrics import write_json
+from specrl_jax.training.speed_plots import draw_draft_lengths
+
+SCRIPT = "draft_length"
+SURVIVAL = {"predictable": 0.877, "branchy": 0.766}
+# Qwen3-8B on GB200, generation: acceptance length and speed-up of RL-Zero and of RL-Think (tables 3 to 5).
+PAPER = {3: ((3.32, 1.77), (2.77, 1.53)), 5: ((4.35, 1.44), (3.23, 0.84)), 7: ((5.06, 1.21), (3.48, 0.71))}
+
+
+@dataclass(frozen=True)
+class Config(OneDevice):
+    """Options of the table."""
+
+    run: Run = RunOptions()
+    model: Annotated[ShapeOptions, tyro.conf.arg(name="")] = field(default_factory=ShapeOptions)
+    work: WorkFlags = field(default_factory=lambda: WorkOptions(tokens=64))
+    rows: tuple[int, ...] = (1, 4, 16)
+    draft_lengths: tuple[int, ...] = (1, 2, 3, 4, 5, 7)
+    seeds: int = 3
+    repeats: int = 5
+    """Rollouts of every arm for each seed, in turn."""
+
+    def __post_init__(self) -> None:
+        check_least("", self, seeds=2, repeats=1)
+        for name in ("rows", "draft_lengths"):
+            if min(getattr(self, name), default=0) < 1:
+                raise InputError(f"--{name.replace('_', '-')} must name at least one number, all of them at least 1")
+        if (self.work.task is None) != (self.model.policy is None):
+            raise InputError("--policy and --drafter belong to a --task of theirs; give all three, or none of them")
+        if self.work.branchy:
+            raise InputError("--branchy is chosen by the table; leave it out")
+
+
+PRESETS: dict[str, Mapping[str, Any]] = {
+    "cpu": {},
+    "gpu": {
+        "model": {"shape": "8b", "dtype": "bfloat16"},
+        "work": {"tokens": 512, "prompt_tokens": 2048},
+        "rows": (1, 8, 32, 64),
+    },
+    "smoke": {
+        "model": {"shape": "25m"},
+        "work": {"tokens": 8, "prompt_tokens": 8},
+        "rows": (1,),
+        "draft_lengths": (1, 3),
+        "seeds": 2,
+        "repeats": 1,
+    },
+}
+
+
+def measure(pair: Any, config: Config, rows: int, workload: str, seed: int) -> dict[int, tuple[float, float]]:
+    """Acceptance length and speed-up by draft length, for one seed."""
+    real = config.work.task is not None
+    options = replace(config.work, branchy=1.0) if real and workload == "branchy" else config.work
+    source = (config.model.policy, config.model.target.vocab_size, "equal", seed)
+    work = make_work(options, rows, *source)  # type: ignore[arg-type]  # a literal of the kind
+    bench = RolloutBench(model=config.model, work=options, survival=(0.0,) if real else (SURVIVAL[workload],))
+    rule = Match() if real else SyntheticMatch(survival=SURVIVAL[workload])
+    arms = {"0": fixed_arm(rollout_of(bench, pair, work, rows, 0, Match(), False), pair, work)}
+    for k in config.draft_lengths:
+        arms[str(k)] = fixed_arm(rollout_of(bench, pair, work, rows, k, rule, False), pair, work)
+    seconds = in_turn(arms, config.repeats, discard=1)
+    return {
+        k: (
+            float(arms[str(k)].figures.get("acceptance_length", float("nan"))),
+            float(np.median(seconds["0"] / seconds[str(k)])),
+        )
+        for k in config.draft_lengths
+    }
+
+
+def row_of(config: Config, rows: int, workload: str, k: int, found: list[tuple[float, float]]) -> dict[str, Any]:
+    """A row of the table from what the seeds gave."""
+    length, speedup = (mean_over_seeds([values[i] for values in found]) for i in range(2))
+    row: dict[str, Any] = {
+        "workload": workload,
+        "rows": rows,
+        "draft_length": k,
+        "acceptance_length": length[0],
+        "acceptance_length_ci95": length[1],
+        "speedup": speedup[0],
+        "speedup_ci95": speedup[1],
+        "round_cost": length[0] / speedup[0],
+        "seeds": len(found),
+        "source": config.work.task or f"synthetic {SURVIVAL[workload]:g}",
+    }
+    if k in PAPER:
+        accepted, won = PAPER[k][0 if workload == "predictable" else 1]
+        row |= {"paper_acceptance_length": accepted, "paper_speedup": won, "paper_round_cost": accepted / won}
+    return row
+
+
+def main(config: Config) -> None:
+    """Measure, write and print."""
+    check_output(config.run, SCRIPT, policy=config.model.policy, drafter=config.model.drafter, data=config.work.data)
+    for rows in config.rows:  # refuses what cannot be worked on
+        make_work(config.work, rows, config.model.policy, config.model.target.vocab_size, "equal", config.run.seed)
+    out = open_output(config.run, config, SCRIPT)
+    pair = open_expanded(config.model, config.run.seed)
+    table: list[dict[str, Any]] = []
+    cases = [(workload, rows) for workload in SURVIVAL for rows in config.rows]
+    with progress("cases", len(cases)) as advance:
+        for workload, rows in cases:
+            seeds = range(config.run.seed, config.run.seed + config.seeds)
+            found = [measure(pair, config, rows, workload, seed) for seed in seeds]
+            new = [row_of(config, rows, workload, k, [one[k] for one in found]) for k in config.draft_lengths]
+            table += new
+            best = max(new, key=lambda row: row["speedup"])
+            advance(1, f"{workload}, {rows} rows: best {best['speedup']:.2f}x at {best['draft_length']} drafts")
+    source = provenance(config.run.seed) | parts_of(pair, config.model)
+    write_results(out, table, "Draft length", source)
+    draw_draft_lengths(table).savefig(out / "draft_length.png", dpi=120)
+    write_json(out / "summary.json", {"best_speedup": max(row["speedup"] for row in table)} | source)
+    print(markdown_table(table), flush=True)
+
+
+if __name__ == "__main__":
+    run_main(main, Config, PRESETS)

@@ -160,8 +160,8 @@ def compilation(pair: Pair, config: Config) -> list[dict[str, Any]]:
 def main(config: Config) -> None:
     """Measure, write and print."""
     check_output(config.run, SCRIPT, policy=config.model.policy, drafter=config.model.drafter)
-    out = open_output(config.run, config, SCRIPT)
     pair = open_expanded(config.model, config.run.seed)
+    out = open_output(config.run, config, SCRIPT)
     table = [*compilation(pair, config), *memory(pair, config), prefill(pair, config)]
     source = provenance(config.run.seed) | parts_of(pair, config.model)
     write_results(out, table, "Cache, prefill and compilation", source)

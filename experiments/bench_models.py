@@ -13,7 +13,7 @@ from jaxtyping import Float
 from experiments.expand import Pair, expand, random_pair, size
 from specrl_jax.data.tokenizers import arithmetic_tokenizer, load_tokenizer
 from specrl_jax.drafters.eagle3 import Eagle3Drafter
-from specrl_jax.drafters.eagle3_folder import load_eagle3, save_eagle3
+from specrl_jax.drafters.eagle3_folder import load_eagle3, save_eagle3, with_policy_embedding
 from specrl_jax.errors import InputError
 from specrl_jax.models.config import Dtype
 from specrl_jax.models.expansion_shapes import SHAPES, Shape
@@ -64,7 +64,7 @@ def open_expanded(options: ShapeOptions, seed: int) -> Pair:
         small = random_pair(seed)
     else:
         params, policy = load_policy(options.policy)
-        drafter, draft = load_eagle3(options.drafter, policy)
+        drafter, draft = with_policy_embedding(*load_eagle3(options.drafter, policy), params.embed)
         small = Pair(params, policy, draft, drafter.config)
     return expand(small, options.target, seed)
 

@@ -70,7 +70,7 @@ class Config(OneDevice):
     adaptive_drafts: tuple[Drafts, ...] = ("head",)
     """Where the drafts of these arms come from, one arm for each."""
     rule: Literal["match", "ratio"] = "match"
-    """Our verification rule; ratio is what vLLM does."""
+    """Our verification rule at fixed draft lengths; ratio is what vLLM does. The controller goes with match."""
     invariant: bool = False
     """Add our invariant numerics as another arm."""
     repeats: int = 15
@@ -83,6 +83,8 @@ class Config(OneDevice):
             raise InputError("--peers names tunix, which does not count end tokens; leave it out under --task")
         if min(self.rows, default=0) < 1 or not self.draft_lengths:
             raise InputError("--rows and --draft-lengths must name at least one number, rows at least 1")
+        if "suffix" in self.adaptive_drafts:
+            raise InputError("--adaptive-drafts names suffix, but prompts have one response each; name ngram")
         if min(self.draft_lengths) < 0:
             raise InputError(f"--draft-lengths is {self.draft_lengths}; numbers must be at least 0")
 
@@ -243,8 +245,8 @@ def main(config: Config) -> None:
     check_environments(config.environments, [name.partition("-")[0] for name in names], config.model.dtype)
     policy, vocab_size, seed = config.model.policy, config.model.target.vocab_size, config.run.seed
     works = {rows: make_work(config.work, rows, policy, vocab_size, "equal", seed) for rows in config.rows}
-    out = open_output(config.run, config, SCRIPT)
     pair = open_expanded(config.model, config.run.seed)
+    out = open_output(config.run, config, SCRIPT)
     with tempfile.TemporaryDirectory() as scratch, ExitStack() as stack:
         folder = Path(scratch)
         save_pair(pair, config.model, folder)

@@ -93,6 +93,8 @@ class Config(OneDevice):
             raise InputError(f"--task {task} is for the real acceptance of --policy and --survival 0; give both")
         if any(count % self.samples for count in (self.rows if not self.sequences else (self.sequences,))):
             raise InputError(f"--samples is {self.samples}, which does not divide the sequences; choose a divisor")
+        if self.drafts != "head" and any(self.survival):
+            raise InputError(f"--drafts {self.drafts} is for real acceptance; give --survival 0")
         if self.random_drafter and self.drafts != "head":
             raise InputError("--random-drafter is a head; give it with --drafts head")
         if self.branches > 1 and any(self.survival):
@@ -160,14 +162,14 @@ def fixed_arm(engine: RolloutEngine, pair: Pair, work: Work) -> Arm:
     """A fixed draft length."""
     program = jax.jit(engine.rollout)
     draft = params_for(engine.drafter, pair.draft) if engine.speculative else None
-    keys = noise_keys(work.prompts, engine.config.samples_per_prompt)
+    keys = noise_keys(work.prompts, engine.config.samples_per_prompt, work.seed)
     return Arm(engine, lambda: program(pair.params, draft, work.prompts, keys, jnp.asarray(work.limits)))
 
 
 def adaptive_arm(engine: RolloutEngine, pair: Pair, draft: Any, work: Work, control: Any) -> Arm:
     """The controller. Every rollout starts with what the one before learned, as in training."""
     program = jax.jit(engine.rollout)
-    keys, state = noise_keys(work.prompts, engine.config.samples_per_prompt), [control]
+    keys, state = noise_keys(work.prompts, engine.config.samples_per_prompt, work.seed), [control]
 
     def call() -> Trajectory:
         trajectory = program(pair.params, draft, work.prompts, keys, jnp.asarray(work.limits), state[0])
@@ -211,7 +213,9 @@ def measure(pair: Pair, config: Config, rows: int, work: Work, survival: float, 
     survivals = list(fixed[str(max(config.draft_lengths))].figures.get("survival_per_position", []))
     while survival and survivals and len(survivals) < config.longest:
         survivals.append(survivals[-1] * survival)
-    allowed = allowed_speedup(floors, lengths, rows, survivals, int(jnp.sum(work.prompts.lengths)))
+    allowed = None
+    if config.drafts == "head":  # the floors are of a head
+        allowed = allowed_speedup(floors, lengths, rows, survivals, int(jnp.sum(work.prompts.lengths)))
     shared: dict[str, Any] = {
         "workload": config.work.task or ("synthetic" if survival else "random"),
         "branchy": config.work.branchy or None,
@@ -239,7 +243,8 @@ def measure(pair: Pair, config: Config, rows: int, work: Work, survival: float, 
         if name == "adaptive":
             over = ratio(seconds[best], seconds[name])
             row |= {"best_fixed": best, "over_best_fixed": over[0], "over_best_fixed_low": over[1]}
-            row |= {"over_best_fixed_high": over[2], "allowed": allowed, "share_of_floor": row["speedup"] / allowed}
+            share = None if allowed is None else row["speedup"] / allowed
+            row |= {"over_best_fixed_high": over[2], "allowed": allowed, "share_of_floor": share}
         table.append(row)
     return table
 
@@ -249,8 +254,8 @@ def main(config: Config) -> None:
     check_output(config.run, SCRIPT, policy=config.model.policy, drafter=config.model.drafter, data=config.work.data)
     source = (config.model.policy, config.model.target.vocab_size, config.lengths, config.run.seed)
     works = {rows: make_work(config.work, config.sequences or rows, *source, config.samples) for rows in config.rows}
-    out = open_output(config.run, config, SCRIPT)
     pair = open_expanded(config.model, config.run.seed)
+    out = open_output(config.run, config, SCRIPT)
     floors = {rows: measure_floors(pair, rows, config.longest) for rows in config.rows}
     cases = [(rows, survival) for survival in config.survival for rows in config.rows]
     table: list[dict[str, Any]] = []

@@ -191,8 +191,8 @@ def measure(pair: Pair, config: Config, rows: int, context: int) -> list[dict[st
 def main(config: Config) -> None:
     """Measure, write and print."""
     check_output(config.run, SCRIPT, policy=config.model.policy, drafter=config.model.drafter)
-    out = open_output(config.run, config, SCRIPT)
     pair = open_expanded(config.model, config.run.seed)
+    out = open_output(config.run, config, SCRIPT)
     cases = [(rows, context) for context in config.contexts for rows in config.rows]
     table: list[dict[str, Any]] = []
     with progress("cases", len(cases)) as advance:

@@ -227,8 +227,8 @@ def main(config: Config) -> None:
     """Save the expanded policy, start the peers, measure, write and print."""
     check_output(config.run, SCRIPT, policy=config.model.policy, drafter=config.model.drafter)
     check_environments(config.environments, config.peers, config.model.dtype)
-    out = open_output(config.run, config, SCRIPT)
     pair = open_expanded(config.model, config.run.seed)
+    out = open_output(config.run, config, SCRIPT)
     table: list[dict[str, Any]] = []
     for kl_coef in config.kl_coefs:
         # Training moves the peers' weights and fills their memory: a new process for every setting.

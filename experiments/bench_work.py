@@ -47,11 +47,12 @@ WorkFlags = Annotated[WorkOptions, tyro.conf.arg(name="")]
 
 @dataclass(frozen=True)
 class Work:
-    """Prompts, the most tokens of every response, and what ends one before that."""
+    """Prompts, the most tokens of every response, what ends one before that, and the seed of the noise."""
 
     prompts: Prompts
     limits: Int[np.ndarray, "b"]
     end_ids: tuple[int, ...] = ()
+    seed: int = 0
 
     @property
     def longest(self) -> int:
@@ -107,9 +108,9 @@ def make_work(
     rng = np.random.default_rng(seed)
     if options.task is not None:
         assert policy is not None
-        return _task_work(options, policy, count, samples, rng)
+        return replace(_task_work(options, policy, count, samples, rng), seed=seed)
     limits = long_tailed(rng, count) if lengths == "long-tailed" else np.full(count, options.tokens, np.int32)
-    return Work(random_prompts(rng, count // samples, options.prompt_tokens, vocab_size), limits)
+    return Work(random_prompts(rng, count // samples, options.prompt_tokens, vocab_size), limits, seed=seed)
 
 
 def _task_work(options: WorkOptions, policy: str, sequences: int, samples: int, rng: np.random.Generator) -> Work:

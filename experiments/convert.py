@@ -51,7 +51,9 @@ PRESETS: dict[str, Mapping[str, Any]] = {"default": {}, "smoke": {}}
 
 def pickled_files(folder: Path) -> list[Path]:
     """The folder's pickled weights; InputError where there are none."""
-    files = sorted(file for pattern in _PICKLED for file in folder.glob(pattern))
+    # Beside the weights may lie an optimizer's state.
+    files = sorted(folder.glob("pytorch_model*.bin"))
+    files = files or [file for pattern in _PICKLED for file in sorted(folder.glob(pattern))]
     if not files:
         raise InputError(f"--source {folder} holds no pickled weights; there is nothing to convert")
     return files
@@ -73,14 +75,19 @@ def read_pickled(files: list[Path]) -> dict[str, np.ndarray]:
             raise InputError(
                 f"{file} holds more than tensors, or is damaged; ask its author for safetensors"
             ) from error
+        if not isinstance(tensors, Mapping):
+            raise InputError(f"{file} holds no named tensors; ask its author for safetensors")
         for name, tensor in tensors.items():
             if not isinstance(tensor, torch.Tensor) or name in found:
                 raise InputError(f"{file}: entry {name} is no tensor, or stands there twice; it cannot be converted")
-            tensor = tensor.contiguous()
+            tensor = tensor.detach().contiguous()
             if tensor.dtype == torch.bfloat16:
                 found[name] = tensor.view(torch.int16).numpy().view(jnp.bfloat16)
-            else:
+                continue
+            try:
                 found[name] = tensor.numpy()
+            except TypeError as error:
+                raise InputError(f"{file}: tensor {name} is of type {tensor.dtype}, which is not supported") from error
     return found
 
 
@@ -110,7 +117,7 @@ def main(config: Config) -> None:
         raise InputError("--source is missing; give the folder or hub name of a head with pickled weights")
     check_output(config.run, SCRIPT, source=config.source or None)
     with tempfile.TemporaryDirectory() as scratch:
-        folder = None if smoke else resolve_folder(config.source, "draft head")
+        folder = None if smoke else resolve_folder(config.source, "draft head", also=_PICKLED)
         files = [] if folder is None else pickled_files(folder)
         if importlib.util.find_spec("torch") is None:
             raise InputError("pickled weights are read with PyTorch, which is not installed; run `pip install torch`")

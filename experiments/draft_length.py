@@ -1,24 +1,26 @@
 """The draft-length table: what k drafts per round win, by live batch, on predictable and on branchy work.
 
 For every workload, number of live rows and draft length, over several seeds: acceptance length, speed of the rollout
-over decoding without drafts (paired, in turn), and the cost of a round in autoregressive steps that the two imply.
+over decoding without drafts (paired, in turn), and the cost of a round in autoregressive steps, prompts left out.
 With `--policy`, `--drafter` and `--task` the work is a policy's own prompts, branchy ones with random tokens in their
 place; without, acceptance is synthetic: every further draft survives with probability 0.877 (predictable) or 0.766
 (branchy), which at three drafts is the acceptance length of NVIDIA's RL-Zero and RL-Think runs (arXiv 2604.26779),
 whose figures stand beside ours. Intervals are 95%, of the mean over seeds.
 """
 
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Any
 
+import jax
 import numpy as np
 import tyro
 
 from experiments.bench_models import OneDevice, ShapeOptions, SyntheticMatch, in_turn, open_expanded, parts_of
 from experiments.bench_rollout import Config as RolloutBench
 from experiments.bench_rollout import fixed_arm, rollout_of
-from experiments.bench_work import WorkFlags, WorkOptions, make_work
+from experiments.bench_work import Work, WorkFlags, WorkOptions, make_work, noise_keys
 from experiments.common import Run, RunOptions, check_least, progress, run_main
 from experiments.outputs import check_output, markdown_table, open_output, provenance, write_results
 from experiments.seeds import mean_over_seeds
@@ -75,8 +77,8 @@ PRESETS: dict[str, Mapping[str, Any]] = {
 }
 
 
-def measure(pair: Any, config: Config, rows: int, workload: str, seed: int) -> dict[int, tuple[float, float]]:
-    """Acceptance length and speed-up by draft length, for one seed."""
+def measure(pair: Any, config: Config, rows: int, workload: str, seed: int) -> dict[int, tuple[float, float, float]]:
+    """Acceptance length, speed-up and cost of a round by draft length, for one seed."""
     real = config.work.task is not None
     options = replace(config.work, branchy=1.0) if real and workload == "branchy" else config.work
     source = (config.model.policy, config.model.target.vocab_size, "equal", seed)
@@ -86,19 +88,33 @@ def measure(pair: Any, config: Config, rows: int, workload: str, seed: int) -> d
     arms = {"0": fixed_arm(rollout_of(bench, pair, work, rows, 0, Match(), False), pair, work)}
     for k in config.draft_lengths:
         arms[str(k)] = fixed_arm(rollout_of(bench, pair, work, rows, k, rule, False), pair, work)
-    seconds = in_turn(arms, config.repeats, discard=1)
-    return {
-        k: (
-            float(arms[str(k)].figures.get("acceptance_length", float("nan"))),
-            float(np.median(seconds["0"] / seconds[str(k)])),
-        )
-        for k in config.draft_lengths
-    }
+    calls: dict[str, Any] = {**arms, "reading": reading_arm(bench, pair, work, rows)}
+    seconds = in_turn(calls, config.repeats, discard=1)
+    found = {}
+    for k in config.draft_lengths:
+        length = float(arms[str(k)].figures.get("acceptance_length", float("nan")))
+        whole = float(np.median(seconds["0"] / seconds[str(k)]))
+        decoding = (seconds["0"] - seconds["reading"]) / np.maximum(seconds[str(k)] - seconds["reading"], 1e-9)
+        found[k] = (length, whole, length / float(np.median(decoding)))
+    return found
 
 
-def row_of(config: Config, rows: int, workload: str, k: int, found: list[tuple[float, float]]) -> dict[str, Any]:
+def reading_arm(bench: RolloutBench, pair: Any, work: Work, rows: int) -> Callable[[], float]:
+    """The prompts alone."""
+    engine = rollout_of(bench, pair, work, rows, 0, Match(), False)
+    program, keys = jax.jit(engine.start), noise_keys(work.prompts)
+
+    def call() -> float:
+        start = time.perf_counter()
+        jax.block_until_ready(program(pair.params, None, work.prompts, keys))
+        return time.perf_counter() - start
+
+    return call
+
+
+def row_of(config: Config, rows: int, workload: str, k: int, found: list[tuple[float, float, float]]) -> dict[str, Any]:
     """A row of the table from what the seeds gave."""
-    length, speedup = (mean_over_seeds([values[i] for values in found]) for i in range(2))
+    length, speedup, cost = (mean_over_seeds([values[i] for values in found]) for i in range(3))
     row: dict[str, Any] = {
         "workload": workload,
         "rows": rows,
@@ -107,7 +123,8 @@ def row_of(config: Config, rows: int, workload: str, k: int, found: list[tuple[f
         "acceptance_length_ci95": length[1],
         "speedup": speedup[0],
         "speedup_ci95": speedup[1],
-        "round_cost": length[0] / speedup[0],
+        "round_cost": cost[0],
+        "round_cost_ci95": cost[1],
         "seeds": len(found),
         "source": config.work.task or f"synthetic {SURVIVAL[workload]:g}",
     }
@@ -122,8 +139,8 @@ def main(config: Config) -> None:
     check_output(config.run, SCRIPT, policy=config.model.policy, drafter=config.model.drafter, data=config.work.data)
     for rows in config.rows:  # refuses what cannot be worked on
         make_work(config.work, rows, config.model.policy, config.model.target.vocab_size, "equal", config.run.seed)
-    out = open_output(config.run, config, SCRIPT)
     pair = open_expanded(config.model, config.run.seed)
+    out = open_output(config.run, config, SCRIPT)
     table: list[dict[str, Any]] = []
     cases = [(workload, rows) for workload in SURVIVAL for rows in config.rows]
     with progress("cases", len(cases)) as advance:

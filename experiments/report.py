@@ -51,7 +51,7 @@ def time_rollouts(arms: Sequence[Arm]) -> dict[str, list[float]]:
     state: GrpoState = arms[0].report.state
     prompts, _ = arms[0].program.issue(state)
     for arm in arms:
-        own = state if arm.draft_length else dataclasses.replace(state, draft=None, draft_opt_state=None)
+        own = state if arm.draft_length else dataclasses.replace(state, draft=None, draft_opt_state=None, control=None)
         calls[arm.label] = functools.partial(arm.program.rollout, own, prompts)
     seconds: dict[str, list[float]] = {label: [] for label in calls}
     for _ in range(TIMED_PAIRS + 1):

@@ -67,6 +67,12 @@ class HeadOptions:
 
     def __post_init__(self) -> None:
         check_least("head", self, layers=1, block_size=2, markov_rank=0)
+        own = ("layers", "block_size", "sample_from_anchor", "markov_rank", "confidence", "mask_token_id")
+        flags = ("norm_before_fc", "fc_norm", "norm_before_residual", "norm_output", "qk_norm")
+        for name in own if self.kind == "eagle3" else flags:
+            if getattr(self, name) != getattr(type(self), name):
+                flag = f"--head.{name.replace('_', '-')}"
+                raise InputError(f"{flag} does not belong to --head.kind {self.kind}; leave one of them out")
 
     def config(self, policy: PolicyConfig, tokenizer: PreTrainedTokenizerFast, vocab_size: int) -> HeadConfig:
         """The head for a policy, over at most `vocab_size` of its tokens; InputError when a size does not fit."""
@@ -177,7 +183,7 @@ def open_work(config: Config, model: Model) -> Work:
     held_out = {}
     for path in config.eval_data:
         found = open_problems(config.problems(path, None), model.tokenizer)
-        held_out[f"{Path(path).parent.name}/{Path(path).stem}"] = found.held_out("test", config.eval_problems)[0]
+        held_out[path] = found.held_out("test", config.eval_problems)[0]
     return Work(train, held_out)
 
 
@@ -230,8 +236,9 @@ def main(config: Config) -> None:
     work = open_work(config, model)
     check_draft_batches(config.draft, len(work.train.lengths), model.mesh)
     engine = engine_of(config, model, None, config.draft.samples)
+    evaluated = engine_of(config, model, drafter, 1)  # refuses more drafts than the drafter has
     for prompts in (work.train, *work.held_out.values()):
-        engine.check_prompt_width(prompts.tokens.shape[1])
+        evaluated.check_prompt_width(prompts.tokens.shape[1])
     out = open_output(config.run, config, SCRIPT)
     model = model.initialised(config.run.seed)
     assert model.params is not None

@@ -38,6 +38,7 @@ from specrl_jax.drafters.combined import head_of, params_for
 from specrl_jax.drafters.eagle3 import Eagle3Drafter
 from specrl_jax.drafters.heads import HeadDrafter, HeadParams, for_policy, load_drafter, save_drafter
 from specrl_jax.drafters.suffix import History, init_history
+from specrl_jax.errors import InputError
 from specrl_jax.models.config import PolicyConfig
 from specrl_jax.models.huggingface import save_policy
 from specrl_jax.models.numerics import Numerics
@@ -66,6 +67,7 @@ from specrl_jax.training.supervised import SupervisedTraining
 from specrl_jax.training.workloads import JsonlWorkload, Workload, response_text
 
 SCRIPT = "train_grpo"
+_MOST_HISTORY = 4 * 10**9  # bytes
 
 
 @dataclass(frozen=True)
@@ -208,11 +210,24 @@ def session_draft(session: Session, head: HeadParams | None, history: History | 
     return params_for(session.config.speculation.drafter(session.drafter), head, history)
 
 
+def check_history(config: Config, workload: Workload) -> None:
+    """Raise InputError where earlier responses would take more memory than is reasonable."""
+    if not config.speculation.with_history or not isinstance(workload, JsonlWorkload):
+        return
+    size = 4 * workload.train.count * config.history * config.max_new_tokens
+    if size > _MOST_HISTORY:
+        raise InputError(
+            f"--history {config.history} responses of {config.max_new_tokens} tokens to {workload.train.count} prompts "
+            f"take {size / 1e9:.0f} GB on every device; lower --history, or --data-limit"
+        )
+
+
 def empty_history(session: Session) -> History | None:
     """Room for earlier responses; None where nobody looks, or no prompt comes again."""
     if not session.config.speculation.with_history or not isinstance(session.workload, JsonlWorkload):
         return None
-    return init_history(session.workload.rows, session.config.history, session.config.max_new_tokens)
+    row_ids = np.asarray(session.workload.train.encoded.prompts.row_ids)
+    return init_history(row_ids, session.config.history, session.config.max_new_tokens)
 
 
 @dataclass(frozen=True)
@@ -316,6 +331,7 @@ def open_session(config: Config) -> tuple[Session, PolicyParams | None, HeadPara
     session.program(session.draft_length).step.engine.check_prompt_width(workload.prompt_width)
     if params is None:
         check_warm_up(config.warmup, mesh)
+    check_history(config, workload)
     if draft is None and config.trains_head:
         check_draft_training(config.draft, workload, mesh)
     return session, params, draft

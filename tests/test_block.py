@@ -160,7 +160,7 @@ def test_the_policy_s_tokens_whatever_is_drafted(case):
 
 def test_more_drafts_than_slots_are_refused():
     drafter, params = random_block(sample_from_anchor=False)
-    with pytest.raises(InputError, match="draft length is 4, and the block drafter was made for 3; lower it"):
+    with pytest.raises(InputError, match="draft length is 4, and the drafter was made for 3; lower it"):
         rolled_out(engine_of(4, drafter), params)
 
 

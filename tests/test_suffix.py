@@ -10,7 +10,7 @@ from tiny import INVARIANT, POLICY, VOCAB, keys_of, random_eagle3, tiny_params, 
 
 from specrl_jax.drafters.combined import Both, CombinedDrafter
 from specrl_jax.drafters.protocol import ChainDrafter, Choice, Texts
-from specrl_jax.drafters.suffix import History, SuffixDrafter, init_history, remember
+from specrl_jax.drafters.suffix import SuffixDrafter, init_history, remember
 from specrl_jax.errors import InputError
 from specrl_jax.models.tree import Tree
 from specrl_jax.rollout.config import RolloutConfig
@@ -94,8 +94,8 @@ def test_drafts_are_those_of_brute_force(seed, siblings, with_history):
     if with_history:
         # The prompt of row 9 is beyond the history.
         tokens, lengths = rng.integers(0, 3, (6, 2, 11)), rng.integers(0, 12, (6, 2))
-        count = jnp.zeros((6,), jnp.int32)
-        history = History(jnp.asarray(tokens, jnp.int32), jnp.asarray(lengths, jnp.int32), count)
+        empty = init_history(np.arange(6), 2, 11)
+        history = replace(empty, tokens=jnp.asarray(tokens, jnp.int32), lengths=jnp.asarray(lengths, jnp.int32))
     drafter = SuffixDrafter(siblings=siblings, longest=5, candidates=200)
     state = drafter.init_state(6, 1)
     chain = drafter.propose(history, jnp.zeros((1, 1)), state, texts, Tree.chain(drafts), likeliest).token
@@ -133,12 +133,12 @@ def plain():
 
 def history_of(trajectory):
     """After one rollout of the prompts."""
-    history = init_history(int(PROMPTS.row_ids.max()) + 1, SAMPLES, NEW)
+    history = init_history(np.asarray(PROMPTS.row_ids)[::-1], SAMPLES, NEW)
     return remember(history, PROMPTS.row_ids, jnp.asarray(trajectory.tokens), jnp.asarray(trajectory.lengths))
 
 
 def test_history_keeps_the_newest():
-    history, kept = init_history(3, 4, 2), []
+    history, kept = init_history(np.arange(3), 4, 2), []
     for epoch in range(3):
         responses = jnp.asarray([[10 * epoch + i, 1] for i in range(6)], jnp.int32)
         lengths = jnp.asarray([1, 2, 2, 1, 2, 2], jnp.int32)
@@ -149,7 +149,7 @@ def test_history_keeps_the_newest():
     assert sorted(history.lengths[2].tolist()) == [1, 1, 2, 2]
     assert not history.tokens[1].any()
     # More samples than places: the last ones stay.
-    history = remember(init_history(1, 2, 2), jnp.zeros((1,), jnp.uint32), responses[:3], lengths[:3])
+    history = remember(init_history(np.arange(1), 2, 2), jnp.zeros((1,), jnp.uint32), responses[:3], lengths[:3])
     assert sorted(history.tokens[0, :, 0].tolist()) == responses[1:3, 0].tolist()
 
 
@@ -193,9 +193,12 @@ def test_ratio_keeps_the_law():
     assert not np.isin(trajectory.tokens[trajectory.tokens > 0], (2, 3)).any()
 
 
-def test_a_law_is_one():
-    """What `Choose` gives of candidates that repeat, or vote for nothing, sums to 1 over the vocabulary."""
+@pytest.mark.parametrize("filters", [{}, {"forbidden": (0, 2)}, {"min_new_tokens": 30}, {"top_k": 2}, {"top_p": 0.6}])
+def test_a_law_is_one(filters):
+    """What `Choose` gives of candidates that repeat, vote for nothing or are forbidden sums to 1."""
+    law = replace(LAW, end_ids=(1, 3), **({"min_new_tokens": 20} if "min_new_tokens" in filters else filters))
     engine = engine_of(2, SuffixDrafter(shortest=2), Ratio())
+    engine = replace(engine, config=replace(engine.config, law=law))
     batch = jax.jit(lambda: engine.empty_batch(PROMPTS))()
     texts = random_texts(0, samples=SAMPLES, groups=GROUPS, vocab=4)
     rows = replace(batch.rows, sequence=jnp.arange(len(batch.rows.done), dtype=jnp.int32))

@@ -34,7 +34,7 @@ def with_drafter(program, drafter):
 def test_the_step_keeps_responses_and_changes_nothing_else(kind, data):
     plain = dataclasses.replace(make_program(0, data=data), task=Repeated())
     expected, (_, trajectories, _) = plain.scanned(3)(first_state(plain))
-    head, history = initial()[1], init_history(ROWS, KEPT, TOKENS)
+    head, history = initial()[1], init_history(np.arange(ROWS), KEPT, TOKENS)
     if kind == "suffix":
         program = with_drafter(make_program(3, online=False, data=data), SuffixDrafter(shortest=1))
         draft = history
@@ -67,7 +67,7 @@ def test_what_was_written_before_is_accepted_again():
     program = with_drafter(make_program(3, online=False, couple_epochs=True), SuffixDrafter(shortest=1))
     update = dataclasses.replace(program.step.update_config, optimizer=OptimizerConfig(1e-9))
     program = dataclasses.replace(program, step=dataclasses.replace(program.step, update_config=update))
-    start = dataclasses.replace(first_state(program), draft=init_history(ROWS, KEPT, TOKENS))
+    start = dataclasses.replace(first_state(program), draft=init_history(np.arange(ROWS), KEPT, TOKENS))
     _, (_, ours, _) = program.scanned(3)(start)
     length = 1.0 + np.asarray(ours.stats.accepted) / np.asarray(ours.stats.rounds)
     assert length[2] > length[0] + 0.3

@@ -83,6 +83,12 @@ def test_a_block_drafter_is_trained_and_drafts(monkeypatch, tmp_path, models, da
         (("--task", "arithmetic", "--draft.loss", "tv", "--eval-draft-length", 0), "--eval-draft-length is 0"),
         (("--task", "arithmetic", "--drafter", "x", "--head.qk-norm"), "--head options are for a new head"),
         (("--task", "arithmetic", "--head.kind", "block", "--head.block-size", 1), "--head.block-size is 1"),
+        (("--task", "arithmetic", "--head.kind", "block", "--head.fc-norm"), "--head.fc-norm does not belong to"),
+        (("--task", "arithmetic", "--head.layers", 3), "--head.layers does not belong to --head.kind eagle3"),
+        (
+            ("--task", "arithmetic", "--head.kind", "block", "--head.block-size", 2, "--head.no-sample-from-anchor"),
+            "draft length is 3, and the drafter was made for 1; lower it",
+        ),
         (("--task", "arithmetic", "--head.kind", "block", "--head.mask-token-id", 999), "mask_token_id is 999"),
         (("--task", "arithmetic", "--head.fc-norm", "--head.norm-before-fc"), "sets norm_before_fc and fc_norm"),
     ],

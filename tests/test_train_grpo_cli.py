@@ -21,7 +21,7 @@ from experiments import evaluate, generate, train_grpo
 from experiments.common import parse_config
 from experiments.setup import resolve_mesh
 from specrl_jax.data import arithmetic
-from specrl_jax.training import grpo_run, stages
+from specrl_jax.training import costs, grpo_run, stages
 from specrl_jax.training.metrics import read_metrics
 
 ROOT = Path(__file__).parents[1]
@@ -397,10 +397,10 @@ def test_an_adaptive_run_resumes_with_the_cost_table_that_it_began_with(finished
     """Its tokens are those of a fixed draft length, and nothing is measured a second time."""
     out, argv = tmp_path / "run", (*options, "--adaptive")
     _run_until_saved(grpo_run, 3, out, *argv)
-    costs = (out / "costs.json").read_bytes()
-    monkeypatch.setattr(train_grpo, "measure_costs", None)
+    table = (out / "costs.json").read_bytes()
+    monkeypatch.setattr(costs, "measure_costs", None)
     run_script(monkeypatch, train_grpo, *argv, "--out", out, "--resume")
-    assert (out / "costs.json").read_bytes() == costs
+    assert (out / "costs.json").read_bytes() == table
     for name in ("params_sha256", "trajectory_sha256"):
         assert _read(out, "summary.json")[name] == _read(finished, "summary.json")[name]
 

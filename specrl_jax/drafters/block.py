@@ -17,7 +17,6 @@ from jaxtyping import Array, Float, Int
 from specrl_jax.drafters.block_params import BlockConfig, BlockParams, BlockWeights
 from specrl_jax.drafters.protocol import Choice, Choose, Texts, choose_next, propose_tree
 from specrl_jax.drafters.row_cache import attend, write
-from specrl_jax.errors import InputError
 from specrl_jax.models.linear import linear
 from specrl_jax.models.policy import mix_and_mlp, project_qkv, rms_norm
 from specrl_jax.models.tree import Tree
@@ -109,6 +108,11 @@ class BlockDrafter:
         """Residual-stream boundaries of the policy that it reads."""
         return self.config.boundaries
 
+    @property
+    def most_drafts(self) -> int:
+        """Drafts of a block."""
+        return self.config.drafts
+
     def init_state(self, rows: int, capacity: int) -> BlockState:
         """An empty state for `rows` rows of at most `capacity` pairs."""
         backbone = self.config.backbone
@@ -145,10 +149,6 @@ class BlockDrafter:
 
     def _filled(self, params: BlockParams, embed: Float[Array, "v d"], state: BlockState, depth: int) -> Block:
         """The first `depth` drafts of every row's block."""
-        if depth > self.config.drafts:
-            raise InputError(
-                f"draft length is {depth}, and the block drafter was made for {self.config.drafts}; lower it"
-            )
         if params.lm_head is None:
             raise ValueError("the block drafter has no output rows; give it the policy's (`with_policy_head`)")
         hidden = draft_hidden(self.config, params.weights, embed, state)[:, :depth]

@@ -1,6 +1,7 @@
 """Block drafters as folders: the layout of speculators' DFlash and DSpark, which vLLM reads, and of DFlash's authors.
 
-The embedding is the policy's, and so are the output rows of a drafter of the whole vocabulary: neither is stored.
+The embedding is the policy's and not stored. Output rows are, once they are known; where a folder has none they are
+the policy's.
 """
 
 import dataclasses
@@ -9,11 +10,18 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
-from transformers import AutoConfig
 
 from specrl_jax.drafters.block import BlockDrafter
 from specrl_jax.drafters.block_params import BlockConfig, BlockParams, as_weights, by_name, weight_shapes
-from specrl_jax.drafters.head_files import read_target_ids, read_tensors, save_head, vocab_maps, weights_file
+from specrl_jax.drafters.head_files import (
+    integers,
+    read_target_ids,
+    read_tensors,
+    save_head,
+    vocab_maps,
+    weights_file,
+    whole_layer,
+)
 from specrl_jax.errors import InputError
 from specrl_jax.models.config import PolicyConfig
 from specrl_jax.models.huggingface import resolve_folder
@@ -87,22 +95,29 @@ def _flat(hf: dict[str, Any]) -> tuple[dict[str, Any], list[int], dict[str, Any]
     """The layers' config, the boundaries, and what is said of the block; for both layouts."""
     if "speculators_model_type" in hf:
         layer = dict(hf.get("transformer_layer_config") or {})
-        # Only what differs from the defaults of transformers is written.
-        whole = AutoConfig.for_model(layer.pop("model_type", "qwen3"), **layer).to_dict()
+        whole = whole_layer(layer, "qwen3")
         dtype = {name: hf[name] for name in ("dtype", "torch_dtype") if hf.get(name)}
-        return whole | dtype, hf.get(_LAYER_IDS) or [], hf
+        return whole | dtype, integers(hf, _LAYER_IDS), _checked(hf)
     block = hf.get("dflash_config") or {}
-    ids = block.get("target_layer_ids", hf.get("target_layer_ids")) or []
+    ids = integers(hf | block, "target_layer_ids")
     said = {name: value for name, value in (hf | block).items() if value is not None}
     anchor = "DSpark" in str(hf.get("architectures"))
-    return hf, [i + 1 for i in ids], {"sample_from_anchor": anchor, "mask_token_id": hf.get("mask_token_id")} | said
+    return hf, [i + 1 for i in ids], _checked({"sample_from_anchor": anchor} | said)
+
+
+def _checked(block: dict[str, Any]) -> dict[str, Any]:
+    """What is said of the block, its numbers being numbers."""
+    for name in ("draft_vocab_size", "block_size", "mask_token_id", "markov_rank"):
+        if block.get(name) is not None and type(block[name]) is not int:
+            raise InputError(f"block drafter config has {name} = {block[name]!r}; it must be an integer")
+    return block
 
 
 def config_from_json(hf: dict[str, Any], policy: PolicyConfig | None) -> BlockConfig:
     """The architecture that a config.json describes; see `load_block`."""
     layer, boundaries, block = _flat(hf)
-    if not boundaries:
-        raise InputError(f"block drafter config lacks {_LAYER_IDS}; download it again")
+    if not boundaries or list(boundaries) != sorted(boundaries):
+        raise InputError(f"block drafter config has layer ids {boundaries}; ascending ones are needed")
     if block.get("mask_token_id") is None:
         raise InputError("block drafter config lacks mask_token_id; add the token that it was trained with")
     if block.get("markov_head_type", "vanilla") != "vanilla":
@@ -117,7 +132,7 @@ def config_from_json(hf: dict[str, Any], policy: PolicyConfig | None) -> BlockCo
     config = BlockConfig(
         backbone=backbone,
         draft_vocab_size=block.get("draft_vocab_size") or backbone.vocab_size,
-        boundaries=tuple(sorted(boundaries)),
+        boundaries=tuple(boundaries),
         block_size=block.get("block_size") or 8,
         mask_token_id=block["mask_token_id"],
         sample_from_anchor=bool(block.get("sample_from_anchor", hf.get("speculators_model_type") == "dspark")),
@@ -144,10 +159,11 @@ def block_tensors(params: BlockParams, config: BlockConfig) -> dict[str, np.ndar
     tensors = {_name(field): np.ascontiguousarray(np.asarray(x)) for field, x in by_name(params.weights).items()}
     maps = vocab_maps(np.asarray(params.target_ids), config.backbone.vocab_size)
     order = np.argsort(np.asarray(params.target_ids))
-    if maps:
+    if params.lm_head is not None:
         tensors[_HEAD] = np.ascontiguousarray(np.asarray(params.lm_head))
-    elif config.markov_rank:
-        tensors[_NAMES["markov_out"]] = tensors[_NAMES["markov_out"]][order]
+    for name in (_HEAD, _NAMES["markov_out"]):
+        if not maps and name in tensors:
+            tensors[name] = np.ascontiguousarray(tensors[name][order])
     return tensors | maps
 
 

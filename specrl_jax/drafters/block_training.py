@@ -34,11 +34,13 @@ def choose_anchors(
     """Tokens of responses that another one follows: at most `count` of each sequence, and which places are filled."""
     slots = tokens.shape[1]
     possible = mask & jnp.pad(mask[:, 1:], ((0, 0), (0, 1)))
-    place = jnp.arange(slots, dtype=jnp.uint32)[None]
-    sums = jnp.sum((tokens.astype(jnp.uint32) + 1) * (place * jnp.uint32(2654435761) + 1), axis=1, dtype=jnp.uint32)
+    # Neither the seed nor a draw depends on how far the text is padded: microbatches are cut to their longest.
+    place = jnp.arange(slots, dtype=jnp.uint32)
+    sums = jnp.sum(tokens.astype(jnp.uint32) * (place * jnp.uint32(2654435761) + 1)[None], axis=1, dtype=jnp.uint32)
 
     def drawn(seed: Array) -> Float[Array, "t"]:
-        return jax.random.uniform(jax.random.fold_in(jax.random.key(0), seed), (slots,))
+        key = jax.random.fold_in(jax.random.key(0), seed)
+        return jax.vmap(lambda at: jax.random.uniform(jax.random.fold_in(key, at)))(place)
 
     order = jnp.where(possible, jax.vmap(drawn)(sums), -1.0)
     best, anchors = lax.top_k(order, min(count, slots))

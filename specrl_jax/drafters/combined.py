@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Float, Int
 
-from specrl_jax.drafters.protocol import ChainDrafter, Choice, Choose, Drafter, Texts
+from specrl_jax.drafters.protocol import ChainDrafter, Choice, Choose, Drafter, Texts, most_drafts
 from specrl_jax.drafters.suffix import History, SuffixDrafter
 from specrl_jax.errors import InputError
 from specrl_jax.models.tree import Tree
@@ -81,6 +81,11 @@ class CombinedDrafter:
     def boundaries(self) -> tuple[int, ...]:
         """Those of the head."""
         return self.head.boundaries
+
+    @property
+    def most_drafts(self) -> int | None:
+        """Those of the head."""
+        return most_drafts(self.head)
 
     def init_state(self, rows: int, capacity: int) -> Both:
         """Empty states."""

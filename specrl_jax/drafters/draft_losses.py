@@ -61,7 +61,7 @@ class DraftLossConfig:
 class DraftCounts:
     """Slots that count at each step, float32.
 
-    drafted: slots whose step a round could draft (see `_drafted`).
+    drafted: slots whose step a round could draft (see `drafted_slots`).
     trained: those of them where the policy's likeliest token lies in the draft vocabulary.
     """
 

@@ -7,9 +7,8 @@ another's default. All of it is settled here, once, at load.
 import warnings
 from typing import Any
 
-from transformers import AutoConfig
-
 from specrl_jax.drafters.eagle3_params import Eagle3Config, default_boundaries
+from specrl_jax.drafters.head_files import whole_layer
 from specrl_jax.errors import InputError
 from specrl_jax.models.config import PolicyConfig
 from specrl_jax.models.huggingface_config import config_from_hf, config_to_hf
@@ -109,11 +108,10 @@ def _of_speculators(hf: dict[str, Any]) -> dict[str, Any]:
     if kind != "eagle3":
         raise InputError(f"draft head config names the speculators_model_type {kind!r}; supported is eagle3")
     layer = dict(hf.get("transformer_layer_config") or {})
-    model_type = layer.pop("model_type", "llama")
+    model_type = layer.get("model_type", "llama")
     if model_type not in ("llama", "qwen3"):
         raise InputError(f"draft head config has a layer of model_type {model_type!r}; supported are llama and qwen3")
-    # Only what differs from the defaults of transformers is written.
-    whole = AutoConfig.for_model(model_type, **layer).to_dict()
+    whole = whole_layer(layer, "llama")
     names = ("draft_vocab_size", "target_hidden_size", _LAYER_IDS, *_FLAGS)
     given = {name: hf[name] for name in names if hf.get(name) is not None}
     architecture = _QWEN3 if model_type == "qwen3" else _LLAMA

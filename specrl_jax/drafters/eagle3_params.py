@@ -243,7 +243,8 @@ def init_eagle3(
     arrays: dict[str, Array] = {}
     for (name, shape), array_key in zip(shapes.items(), jax.random.split(key, len(shapes)), strict=True):
         arrays[name] = jnp.ones(shape, dtype) if len(shape) == 1 else init_kernel(array_key, shape, dtype)
-    arrays["fc"] = arrays["fc"] / feature_rms
+    if not (config.norm_before_fc or config.fc_norm):
+        arrays["fc"] = arrays["fc"] / feature_rms
     if policy is not None:
         final_norm, head = head_weights(policy)
         arrays |= {"final_norm": final_norm.astype(dtype), "lm_head": head[ids].astype(dtype)}

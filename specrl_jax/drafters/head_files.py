@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 from safetensors import safe_open
+from transformers import AutoConfig
 
 from specrl_jax.errors import InputError
 from specrl_jax.models.folders import replaced_folder
@@ -21,6 +22,26 @@ _FLOATS = ("F64", "F32", "F16", "BF16")
 _IGNORED = ("rotary_emb.inv_freq", "verifier_norm.weight", "verifier_lm_head.weight")  # copies of the policy's
 
 Shapes = Mapping[str, tuple[int, ...]]
+
+
+def whole_layer(layer: Mapping[str, Any], default: str) -> dict[str, Any]:
+    """A layer's config as transformers fills it in: only what differs from its defaults is written by speculators."""
+    given = dict(layer)
+    model_type = given.pop("model_type", default)
+    try:
+        return dict(AutoConfig.for_model(model_type, **given).to_dict())
+    except Exception as error:  # transformers raises errors of many kinds
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise InputError(f"draft head config has layers that transformers does not understand ({reason})") from error
+
+
+def integers(hf: Mapping[str, Any], name: str) -> list[int]:
+    """A list of integers of a config.json; empty where there is none."""
+    found = hf.get(name)
+    found = [] if found is None else found
+    if not isinstance(found, list) or not all(type(i) is int for i in found):
+        raise InputError(f"draft head config has {name} = {found!r}; a list of integers is needed")
+    return found
 
 
 def weights_file(folder: Path) -> Path:

@@ -178,6 +178,11 @@ class Drafter(Protocol):
         """
 
 
+def most_drafts(drafter: Any) -> int | None:
+    """Drafts of a round at most, for a drafter whose property of this name says so; None for any number."""
+    return getattr(drafter, "most_drafts", None)
+
+
 @runtime_checkable
 class ChainDrafter(Drafter, Protocol):
     """A drafter that can stop after any draft, as the draft-length controller asks."""

@@ -27,26 +27,34 @@ _NONE = -1e30  # logarithm of the weight of a place that does not match
 
 @struct.dataclass
 class History:
-    """Responses of earlier epochs to the prompts of a dataset, by their row ids; the newest `e` of each are kept.
+    """Responses of earlier epochs to the prompts of a dataset; the newest `e` of each are kept.
 
+    row_ids: of the prompts, ascending, `[n]`.
     tokens, lengths: responses, of length 0 where there is none yet, `[n, e, t]` and `[n, e]`.
     count: responses to each prompt so far, `[n]`.
     """
 
+    row_ids: UInt32[Array, "n"]
     tokens: Int[Array, "n e t"]
     lengths: Int[Array, "n e"]
     count: Int[Array, "n"]
 
+    def place(self, row_ids: UInt32[Array, "m"]) -> Int[Array, "m"]:
+        """Where each prompt's responses stand; beyond the end for a prompt of another dataset."""
+        count = self.row_ids.shape[0]
+        found = jnp.minimum(jnp.searchsorted(self.row_ids, row_ids), count - 1).astype(jnp.int32)
+        return jnp.where(self.row_ids[found] == row_ids, found, count)
 
-def init_history(prompts: int, kept: int, longest: int) -> History:
+
+def init_history(row_ids: np.ndarray, kept: int, longest: int) -> History:
     """Nothing yet; `4 * prompts * kept * longest` bytes.
 
     Args:
-        prompts: rows of the dataset. kept: responses to each. longest: tokens of a response.
+        row_ids: of the prompts, each of them once. kept: responses to each. longest: tokens of a response.
     """
-    none = jnp.zeros((prompts,), jnp.int32)
-    tokens = jnp.zeros((prompts, kept, longest), jnp.int32)
-    return History(tokens, jnp.zeros((prompts, kept), jnp.int32), none)
+    count = len(row_ids)
+    tokens, lengths = jnp.zeros((count, kept, longest), jnp.int32), jnp.zeros((count, kept), jnp.int32)
+    return History(jnp.asarray(np.sort(row_ids), jnp.uint32), tokens, lengths, jnp.zeros((count,), jnp.int32))
 
 
 def remember(
@@ -54,11 +62,11 @@ def remember(
 ) -> History:
     """The history with a rollout's responses, the samples of a prompt side by side; the oldest make room.
 
-    Rows beyond the dataset are left out. Of more samples than are kept the last ones stay.
+    Prompts of another dataset are left out. Of more samples than are kept the last ones stay.
     """
-    count, kept = history.lengths.shape
+    kept = history.lengths.shape[1]
     samples = lengths.shape[0] // row_ids.shape[0]
-    rows = jnp.minimum(row_ids, jnp.uint32(count)).astype(jnp.int32)
+    rows = history.place(row_ids)
     first = history.count.at[rows].get(mode="fill", fill_value=0)
     stays = min(samples, kept)
     sample = jnp.arange(samples - stays, samples, dtype=jnp.int32)[None]
@@ -66,6 +74,7 @@ def remember(
     slot = (first[:, None] + sample) % kept
     newest = responses.reshape(-1, samples, responses.shape[1])[:, -stays:]
     return History(
+        row_ids=history.row_ids,
         tokens=history.tokens.at[row, slot].set(newest, mode="drop"),
         lengths=history.lengths.at[row, slot].set(lengths.reshape(-1, samples)[:, -stays:], mode="drop"),
         count=history.count.at[rows].add(samples, mode="drop"),
@@ -88,7 +97,7 @@ class Found:
 
         Returns:
             ids: one per place, `[r, c]`. logits: the votes for it, where it stands first among its like, `[r, c]`.
-            total: logarithm of all votes, `[r]`; about `_NONE` where there are none.
+            total: logarithm of all votes, `[r]`; -inf where there are none.
         """
         ids = lax.dynamic_index_in_dim(self.follow, depth, 2, keepdims=False)
         weight = jnp.where(agree & (depth < self.left), self.log_weight, _NONE)
@@ -97,10 +106,10 @@ class Found:
         places = np.arange(ids.shape[1])
         above = jnp.asarray(places[None, None, :] < places[None, :, None]) & (weight > _NONE)[:, None, :]
         repeated = jnp.any(same & above, axis=2)
-        logits = jnp.where(repeated | (weight <= _NONE), _NONE, logits)
+        logits = jnp.where(repeated | (weight <= _NONE), -jnp.inf, logits)
         total = jax.nn.logsumexp(logits, axis=1)
         # Without votes the law is the first candidate's, so that there is one.
-        first = jnp.asarray(places == 0)[None] & (total <= 0.5 * _NONE)[:, None]
+        first = jnp.asarray(places == 0)[None] & (total == -jnp.inf)[:, None]
         return ids, jnp.where(first, 0.0, logits), total
 
 
@@ -197,7 +206,7 @@ class SuffixDrafter:
             lengths = texts.lengths.reshape(groups, samples)[group]
             others.append((written, jnp.where(index == (sequence % samples)[:, None], 0, lengths)))
         if history is not None:
-            row = jnp.minimum(texts.row_ids[group], jnp.uint32(history.count.shape[0])).astype(jnp.int32)
+            row = history.place(texts.row_ids)[group]
             written = history.tokens.at[row].get(mode="fill", fill_value=0)
             others.append((written, history.lengths.at[row].get(mode="fill", fill_value=0)))
         tail = before[:, None] - self.longest + jnp.arange(self.longest, dtype=jnp.int32)[None]
@@ -221,6 +230,7 @@ class SuffixDrafter:
         steps = jnp.arange(1, depth + 1, dtype=jnp.int32)[None, None]
         index = jnp.minimum(where[:, :, None] + steps, text.shape[1] - 1)
         follow = jnp.take_along_axis(text, index.reshape(rows, -1), axis=1).reshape(index.shape)
+        follow = jnp.maximum(follow, 0)  # beyond what is left may stand what is no token
         weight = length.astype(jnp.float32) * float(np.log(self.sharpness))
         weight = jnp.where(length >= self.shortest, weight, _NONE)
         return Found(follow, jnp.take_along_axis(after, where, axis=1), weight)
@@ -234,7 +244,7 @@ class SuffixDrafter:
         if choice.log_law is not None:
             return choice
         total = total.reshape(*total.shape, *[1] * (choice.token.ndim - total.ndim))
-        return Choice(jnp.where(total > 0.5 * _NONE, choice.token, -1), confidence=confidence)
+        return Choice(jnp.where(total > -jnp.inf, choice.token, -1), confidence=confidence)
 
     def propose(
         self,

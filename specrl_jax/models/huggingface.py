@@ -19,10 +19,10 @@ _SHARD_BYTES = 5 * 10**9
 _DOWNLOADED = ["*.json", "*.safetensors", "*.jinja", "merges.txt", "vocab.txt", "tokenizer.model"]
 
 
-def resolve_folder(source: str | Path, kind: str = "policy") -> Path:
+def resolve_folder(source: str | Path, kind: str = "policy", also: tuple[str, ...] = ()) -> Path:
     """The local folder of a model: `source` itself, or the downloaded or cached snapshot of a hub name.
 
-    `kind` is what the error message calls it.
+    `kind` is what the error message calls it, `also` names patterns of files to download beside the usual ones.
     """
     path = Path(source)
     if path.is_dir():
@@ -30,7 +30,7 @@ def resolve_folder(source: str | Path, kind: str = "policy") -> Path:
     if path.exists():
         raise InputError(f"{source} is a file; give the folder that holds config.json")
     try:
-        return Path(huggingface_hub.snapshot_download(str(source), allow_patterns=_DOWNLOADED))
+        return Path(huggingface_hub.snapshot_download(str(source), allow_patterns=[*_DOWNLOADED, *also]))
     except (OSError, ValueError, HfHubHTTPError) as error:
         reason = type(error).__name__
         raise InputError(

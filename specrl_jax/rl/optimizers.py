@@ -12,7 +12,7 @@ from jaxtyping import Array, Float
 from specrl_jax.errors import InputError
 
 # Tables of tokens are no linear maps of activations; Muon leaves them, norms and biases to Adam.
-NOT_MUON = ("embed", "head", "norm", "bias")
+NOT_MUON = ("embed", "head", "norm", "bias", "markov_in", "markov_out", "confidence_kernel")
 
 
 @dataclass(frozen=True)

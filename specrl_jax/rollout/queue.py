@@ -115,7 +115,7 @@ class SequenceQueue(AdaptiveRound):
         # Rows of a group share the full pages of their prompt; what follows these may begin at the end of a page.
         page, read = self.numerics.key_block, max(0, width - 1)
         own_pages = pages_for(self._slots(width) - read + page - 1, self.numerics)
-        live_groups = min(groups, -(-rows // self.config.samples_per_prompt))
+        live_groups = min(groups, rows)  # each may have a straggler
         waiting = together * prompt_pages
         least = row_pages + waiting
         pages = max(least, min(rows * row_pages, rows * own_pages + live_groups * (read // page)) + waiting)

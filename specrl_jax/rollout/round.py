@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
-from specrl_jax.drafters.protocol import Choice, Choose, Drafter, Texts
+from specrl_jax.drafters.protocol import Choice, Choose, Drafter, Texts, most_drafts
 from specrl_jax.errors import InputError
 from specrl_jax.models.cache import KVCache, keep_path
 from specrl_jax.models.config import PolicyConfig
@@ -71,6 +71,11 @@ class Round:
     def __post_init__(self) -> None:
         if self.config.draft_length > 0 and self.drafter is None:
             raise InputError(f"draft length is {self.config.draft_length} without a drafter; give one or use 0")
+        most = most_drafts(self.drafter)
+        if self.speculative and most is not None and self.config.draft_length > most:
+            raise InputError(
+                f"draft length is {self.config.draft_length}, and the drafter was made for {most}; lower it"
+            )
         law, size = self.config.law, self.policy.vocab_size
         for kind, tokens in (("end", law.end_ids), ("forbidden", law.forbidden)):
             outside = [token for token in tokens if not 0 <= token < size]

@@ -104,6 +104,7 @@ def measure_costs(
     predicted from the bytes that attention reads. Compilation is not counted and not small: a program per body.
     """
     bodies = engine.config.bodies_for(rows)
+    context = max(1, min(context, engine.policy.max_position_embeddings - engine.config.max_new_tokens - 1))
     single = replace(engine, config=replace(engine.config, samples_per_prompt=1, cache_bytes=None, rows=None))
     flat = initial_control(np.ones(len(bodies)))
     calls = [_body_call(single, flat, index, body, bodies, context, rounds) for index, body in enumerate(bodies)]

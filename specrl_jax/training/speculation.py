@@ -16,6 +16,7 @@ def speculation_metrics(stats: RolloutStats) -> dict[str, Any]:
         `i`; every round of a fixed draft length drafts every position.
     conditional_acceptance: share of the rounds that accepted draft `i - 1` and accepted draft `i` too.
     cut_rounds_fraction: rounds stopped by an end token or the maximum length.
+    drafted_fraction: forwards of a row that had a draft, as a share of all of them.
     """
     rounds, cut = int(stats.rounds), int(stats.cut_rounds)
     if rounds == 0:
@@ -24,10 +25,13 @@ def speculation_metrics(stats: RolloutStats) -> dict[str, Any]:
     before = np.concatenate([[1.0], survival[:-1]])
     return {
         "acceptance_length": 1.0 + int(stats.accepted) / rounds,
-        "acceptance_rate_per_position": survival.tolist(),
+        "acceptance_rate_per_position": (
+            np.asarray(stats.accepted_at, np.float64) / np.maximum(np.asarray(stats.drafted_at), 1)
+        ).tolist(),
         "survival_per_position": survival.tolist(),
         "conditional_acceptance": (survival / np.maximum(before, 1e-12)).tolist(),
         "cut_rounds_fraction": cut / (rounds + cut),
+        "drafted_fraction": (rounds + cut) / max(int(stats.steps), 1),
     }
 
 

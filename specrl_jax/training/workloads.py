@@ -236,11 +236,6 @@ class JsonlWorkload:
         return
 
     @property
-    def rows(self) -> int:
-        """Rows of the RL examples' dataset, those left out included: no row id is larger."""
-        return 1 + max(example.row_id for example in self.train.encoded.examples)
-
-    @property
     def prompt_width(self) -> int:
         """Tokens of the longest prompt kept."""
         return max(self.train.prompt_width, self.test.prompt_width)

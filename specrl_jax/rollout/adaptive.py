@@ -25,6 +25,7 @@ from specrl_jax.rollout.control import (
     Control,
     allocate,
     expected_acceptance,
+    fade,
     learn,
     worth_another_step,
 )
@@ -214,7 +215,9 @@ class AdaptiveRound(Round):
             after, cache, trajectory = self.conclude(
                 params, draft_params, rows, trajectory, judged, jnp.zeros_like(rows.emitted)
             )
-            return self.wait(after, judged, rows), pool.with_cache(cache), trajectory, control
+            assert rows.record is not None
+            after = replace(self.wait(after, judged, rows), record=fade(rows.record))
+            return after, pool.with_cache(cache), trajectory, control
         rows = self.catch_up(params, draft_params, rows)
         dealt = self.deal(params, draft_params, rows, trajectory, control, body, live, rate)
         judged = self.judge_dealt(params, rows, pool, body, dealt, live)

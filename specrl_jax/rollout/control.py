@@ -24,7 +24,9 @@ from specrl_jax.errors import InputError
 
 BINS = 16
 _MEMORY = 0.98  # of a row's record, per round; half of it is 34 rounds old
-_PRIOR = 4.0  # drafts' worth of the overall acceptance in a row's record
+# Drafts' worth of the overall acceptance in a row's record: two or three refused drafts, which are common, must not
+# end a row's drafting, since without drafts nothing is learned.
+_PRIOR = 12.0
 _KEPT = 0.9  # of what was learned, from rollout to rollout
 _BELIEF = (np.full(BINS, 2.0), 2.0 * (np.arange(BINS) + 0.5) / BINS)  # two drafts of every confidence, judged by it
 _SWITCH = 0.02  # another body must promise so much more before the loop is left
@@ -183,6 +185,11 @@ def allocate(survival: Float[Array, "r k"], budget: Int[Array, ""]) -> Int[Array
     rank = jnp.argsort(jnp.argsort(-flat, stable=True), stable=True)
     taken = (rank < budget) & (flat > 0.0)
     return jnp.sum(taken.reshape(survival.shape), axis=1, dtype=jnp.int32)
+
+
+def fade(record: Float[Array, "r 2"]) -> Float[Array, "r 2"]:
+    """A row's record after a round without drafts: what is known of it grows old, and drafts are tried again."""
+    return record * _MEMORY
 
 
 def learn(

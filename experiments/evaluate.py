@@ -22,6 +22,7 @@ from experiments.inference import (
     ProblemOptions,
     SamplingFlags,
     SamplingOptions,
+    check_drafts,
     check_run,
     figures,
     open_model,
@@ -58,6 +59,7 @@ class Config:
                 f"--samples is {self.sampling.samples} at --temperature 0, where all samples are the same; "
                 "use --samples 1 or a temperature above 0"
             )
+        check_drafts(self.model, self.sampling)
         _ = self.ks
 
     @property

@@ -21,6 +21,7 @@ from experiments.inference import (
     ProblemOptions,
     SamplingFlags,
     SamplingOptions,
+    check_drafts,
     check_run,
     figures,
     open_model,
@@ -53,6 +54,7 @@ class Config:
     def __post_init__(self) -> None:
         if self.prompt and self.problem.task is not None:
             raise InputError("--prompt and --task contradict each other; give one of them")
+        check_drafts(self.model, self.sampling)
 
     @property
     def mesh(self) -> str:

@@ -68,6 +68,13 @@ class SamplingOptions:
         check_least("", self, samples=1, batch=1)
 
 
+def check_drafts(model: ModelOptions, sampling: SamplingOptions) -> None:
+    """Raise InputError where a draft head was given that would not draft."""
+    drafts = sampling.speculation.drafts
+    if model.drafter is not None and not sampling.speculation.with_head:
+        raise InputError(f"--drafts {drafts} does not use --drafter; leave one of them out")
+
+
 @dataclass(frozen=True)
 class ProblemOptions:
     """Which problems."""

@@ -23,6 +23,7 @@ from specrl_jax.rollout.control import (
     bin_of,
     choose_body,
     default_bodies,
+    fade,
     forget,
     initial_control,
     learn,
@@ -254,3 +255,21 @@ def test_caught(monkeypatch, bug):
         monkeypatch.setattr(adaptive_module.AdaptiveRound, "judge_dealt", generous)
     ours, expected = adaptive(engine_of(), TABLES["always"]), plain()
     assert not all(np.array_equal(getattr(ours, name), getattr(expected, name)) for name in ("tokens", "lengths"))
+
+
+def test_a_few_refusals_do_not_end_drafting():
+    """Without drafts nothing is learned: a row gives up after many refused ones, and tries again some time."""
+    bodies = default_bodies(1, 7)
+    control = initial_control(np.array([0.0218, 0.0313, 0.0353, 0.0438]))
+
+    def drafts(record):
+        live, now = jnp.ones((1,), bool), jnp.int32(-1)
+        return bodies[int(choose_body(control, bodies, 7, live, record, jnp.int32(0), now))].tokens > 1
+
+    assert drafts(jnp.zeros((1, 2)))
+    assert drafts(jnp.array([[2.0, 0.0]]))
+    record = jnp.array([[30.0, 0.0]])
+    assert not drafts(record)
+    for _ in range(150):
+        record = fade(record)
+    assert drafts(record)

@@ -130,6 +130,7 @@ def test_prompts_longer_than_the_cache_are_refused(refused, models):
         ("--drafts head+suffix --rule ratio", "--drafts head\\+suffix are chains under --rule match"),
         ("--drafts ngram --drafter some", "--drafts ngram does not use --drafter; leave one of them out"),
         ("--history 0", "--history is 0"),
+        ("--drafter some", "--drafter was made for a policy; give that --policy too"),
         ("--couple-epochs", "--couple-epochs needs --task jsonl, whose prompts come again, and --rule match"),
         ("--top-k -1", "top_k is -1; it must be at least 0"),
         ("--top-p 0", "top_p is 0.0; choose a mass above 0 and at most 1"),

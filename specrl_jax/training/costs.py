@@ -4,6 +4,7 @@ The controller's cost table is made here, once, at the start of a run: a few rou
 It is saved beside the run and read again on resume, never measured anew: what a clock said is part of the state.
 """
 
+import hashlib
 import json
 import time
 from collections.abc import Callable
@@ -140,27 +141,32 @@ def costs_at(
     Raises:
         InputError: the table is damaged or of other bodies.
     """
-    bodies = engine.config.bodies_for(rows)
+    bodies, of = engine.config.bodies_for(rows), _described(engine)
     if path is not None and path.exists():
-        return load_costs(path, bodies)
+        return load_costs(path, bodies, of)
     start = time.perf_counter()
     control = measure_costs(engine, params, draft, rows, context)
     seconds = time.perf_counter() - start
     print(f"measured {len(bodies)} kinds of rounds of {rows} rows in {seconds:.0f} s, with compilation", flush=True)
     if path is not None:
-        save_costs(path, control, bodies)
+        save_costs(path, control, bodies, of)
     return control
 
 
-def save_costs(path: Path, control: Control, bodies: tuple[Body, ...]) -> None:
-    """Write a cost table as JSON."""
+def _described(engine: RolloutEngine) -> str:
+    """What a cost table is of, besides its bodies: policy, drafter and numerics, in 16 characters."""
+    return hashlib.sha256(repr((engine.policy, engine.drafter, engine.numerics)).encode()).hexdigest()[:16]
+
+
+def save_costs(path: Path, control: Control, bodies: tuple[Body, ...], of: str) -> None:
+    """Write a cost table as JSON; `of` says what else it belongs to."""
     table = [[body.rows, body.tokens, float(s)] for body, s in zip(bodies, control.seconds, strict=True)]
-    costs = {"bodies": table, "per_slot": float(control.per_slot), "per_step": float(control.per_step)}
+    costs = {"of": of, "bodies": table, "per_slot": float(control.per_slot), "per_step": float(control.per_step)}
     path.write_text(json.dumps(costs, indent=1) + "\n")
 
 
-def load_costs(path: Path, bodies: tuple[Body, ...]) -> Control:
-    """A controller from a saved cost table; InputError when it is of other bodies."""
+def load_costs(path: Path, bodies: tuple[Body, ...], of: str) -> Control:
+    """A controller from a saved cost table; InputError when it is of other bodies, or of something else."""
     try:
         costs = json.loads(path.read_text())
         saved = tuple(Body(int(rows), int(tokens)) for rows, tokens, _ in costs["bodies"])
@@ -170,4 +176,6 @@ def load_costs(path: Path, bodies: tuple[Body, ...]) -> Control:
         raise InputError(f"cost table {path} cannot be read ({error}); delete it to measure anew") from error
     if saved != bodies:
         raise InputError(f"cost table {path} is of other rounds than {bodies}; delete it to measure anew")
+    if costs.get("of", of) != of:
+        raise InputError(f"cost table {path} is of another policy, drafter or numerics; delete it to measure anew")
     return initial_control(seconds, per_slot, per_step)

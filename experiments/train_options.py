@@ -148,10 +148,10 @@ class Config:
             raise InputError(f"--loss-on full is not the law that responses are drawn from and {needs}")
         if self.couple_epochs and (self.task == "arithmetic" or self.speculation.rule != "match"):
             raise InputError("--couple-epochs needs --task jsonl, whose prompts come again, and --rule match")
-        if self.drafter is not None and self.policy is None:
-            raise InputError("--drafter was made for a policy; give that --policy too")
         if self.drafter is not None and not self.speculation.with_head:
             raise InputError(f"--drafts {self.speculation.drafts} does not use --drafter; leave one of them out")
+        if self.drafter is not None and self.policy is None:
+            raise InputError("--drafter was made for a policy; give that --policy too")
         check_reporters(tensorboard=self.tensorboard, wandb=self.wandb)
 
     @property

@@ -218,7 +218,7 @@ def test_drafters_that_do_not_fit_are_refused(refused, models, tmp_path, script)
         ("--seed -1", "--seed is -1"),
         ("--data some.jsonl", "--data belongs to --task jsonl"),
         ("--drafts suffix --drafter some", "--drafts suffix does not use --drafter; leave one of them out"),
-        ("--drafts head+suffix", "--drafts head+suffix needs the head's folder; give --drafter"),
+        ("--drafts head+suffix", "--drafts head.suffix needs the head's folder; give --drafter"),
     ],
 )
 def test_values_out_of_range_are_refused(refused, models, script, argv, sentence):

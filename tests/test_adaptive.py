@@ -161,11 +161,11 @@ def test_learning_counts_what_was_judged():
 def test_what_was_learned_fades_to_the_first_belief():
     begun = initial_control(np.ones(2))
     control = replace(begun, drafted=begun.drafted + 1000.0, accepted=begun.accepted + 10.0)
-    for _ in range(200):
+    for _ in range(400):
         control = forget(control)
     np.testing.assert_allclose(control.drafted, begun.drafted, rtol=1e-5)
     np.testing.assert_allclose(control.accepted, begun.accepted, rtol=1e-5)
-    assert float(forget(replace(begun, drafted=begun.drafted + 10.0)).drafted[0]) == 11.0
+    assert float(forget(replace(begun, drafted=begun.drafted + 10.0)).drafted[0]) == 11.5
 
 
 def test_the_choice_follows_rates_and_live_rows():

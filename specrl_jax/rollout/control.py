@@ -27,7 +27,10 @@ _MEMORY = 0.98  # of a row's record, per round; half of it is 34 rounds old
 # Drafts' worth of the overall acceptance in a row's record: two or three refused drafts, which are common, must not
 # end a row's drafting, since without drafts nothing is learned.
 _PRIOR = 12.0
-_KEPT = 0.9  # of what was learned, from rollout to rollout
+_KEPT = 0.95  # of what was learned, from rollout to rollout
+# Drafts that are taken to have been seen before any was, and accepted ones of them: a drafter that nobody has tried is
+# thought well of, or none would be tried where a round is dear.
+_HOPE = (32.0, 0.9 * 32.0)
 _BELIEF = (np.full(BINS, 2.0), 2.0 * (np.arange(BINS) + 0.5) / BINS)  # two drafts of every confidence, judged by it
 _SWITCH = 0.02  # another body must promise so much more before the loop is left
 
@@ -84,7 +87,7 @@ def initial_control(seconds: np.ndarray, per_slot: float = 0.0, per_step: float 
 
 
 def forget(control: Control) -> Control:
-    """Before a new rollout, a tenth of what was learned goes.
+    """Before a new rollout, a twentieth of what was learned goes.
 
     A drafter that improves while nothing is drafted is thereby tried again some time.
     """
@@ -106,9 +109,14 @@ def expected_acceptance(control: Control, confidence: Float[Array, "*n"]) -> Flo
     return (control.accepted / control.drafted)[bin_of(confidence)]
 
 
+def overall_acceptance(control: Control) -> Float[Array, ""]:
+    """How often drafts have been accepted, hope included."""
+    return (jnp.sum(control.accepted) + _HOPE[1]) / (jnp.sum(control.drafted) + _HOPE[0])
+
+
 def row_acceptance(control: Control, record: Float[Array, "r 2"]) -> Float[Array, "r"]:
     """How often drafts of each row have been accepted of late, `record` being (drafted, accepted)."""
-    overall = jnp.sum(control.accepted) / jnp.sum(control.drafted)
+    overall = overall_acceptance(control)
     return jnp.minimum((record[:, 1] + _PRIOR * overall) / (record[:, 0] + _PRIOR), 0.99)
 
 
@@ -174,7 +182,7 @@ def worth_another_step(
     """
     best = -jnp.sort(-survival)
     taken = jnp.arange(best.shape[0], dtype=jnp.int32) < spare
-    acceptance = jnp.sum(control.accepted) / jnp.sum(control.drafted)
+    acceptance = overall_acceptance(control)
     gain = acceptance * jnp.sum(jnp.where(taken, best, 0.0))
     return (spare > 0) & (gain >= rate * control.per_step)
 

@@ -224,6 +224,14 @@ def measure(
     return rows
 
 
+def stage_of(config: Config, model: Model, drafter: HeadDrafter) -> DraftStage:
+    """The training of a head."""
+    engine = engine_of(config, model, None, config.draft.samples)
+    optimizer = config.draft.optimizer.for_updates(config.draft.steps)
+    training = config.draft.training(Scorer(model.policy, engine.config.law, model.numerics), drafter.config, optimizer)
+    return DraftStage(config.draft, engine, training, drafter, model.mesh, config.run.seed, config.together)
+
+
 def main(config: Config) -> None:
     """Check everything, roll out, train, save, measure and print."""
     inputs = {"policy": config.model.policy, "drafter": config.model.drafter, "data": config.data}
@@ -235,16 +243,13 @@ def main(config: Config) -> None:
     check_draft_batches(config.draft, config.draft.prompts, model.mesh)  # of a jsonl task there may be fewer
     work = open_work(config, model)
     check_draft_batches(config.draft, len(work.train.lengths), model.mesh)
-    engine = engine_of(config, model, None, config.draft.samples)
     evaluated = engine_of(config, model, drafter, 1)  # refuses more drafts than the drafter has
     for prompts in (work.train, *work.held_out.values()):
         evaluated.check_prompt_width(prompts.tokens.shape[1])
     out = open_output(config.run, config, SCRIPT)
     model = model.initialised(config.run.seed)
     assert model.params is not None
-    optimizer = config.draft.optimizer.for_updates(config.draft.steps)
-    training = config.draft.training(Scorer(model.policy, engine.config.law, model.numerics), drafter.config, optimizer)
-    stage = DraftStage(config.draft, engine, training, drafter, model.mesh, config.run.seed, config.together)
+    stage = stage_of(config, model, drafter)
     start = model.draft if config.model.drafter is not None else None
     table = [] if start is None else measure(config, model, drafter, start, work, "before")
     key = jax.random.key(config.run.seed)

@@ -14,6 +14,7 @@ import numpy as np
 from specrl_jax.drafters.block import BlockDrafter
 from specrl_jax.drafters.block_params import BlockConfig, BlockParams, as_weights, by_name, weight_shapes
 from specrl_jax.drafters.head_files import (
+    check_fits,
     integers,
     read_target_ids,
     read_tensors,
@@ -140,17 +141,7 @@ def config_from_json(hf: dict[str, Any], policy: PolicyConfig | None) -> BlockCo
         confidence=confidence,
     )
     if policy is not None:
-        for name in ("hidden_size", "vocab_size"):
-            ours, theirs = getattr(backbone, name), getattr(policy, name)
-            if ours != theirs:
-                raise InputError(
-                    f"block drafter was made for a policy of {name} {ours}, not {theirs}; use that policy's drafter"
-                )
-        if config.boundaries[-1] > policy.num_layers:
-            raise InputError(
-                f"block drafter reads boundaries {config.boundaries} of a policy with {policy.num_layers} layers; "
-                "use that policy's drafter"
-            )
+        check_fits("block drafter", backbone.hidden_size, backbone.vocab_size, config.boundaries, policy)
     return config
 
 

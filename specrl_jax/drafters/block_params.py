@@ -11,6 +11,7 @@ import numpy as np
 from flax import struct
 from jaxtyping import Array, Float, Int
 
+from specrl_jax.drafters.eagle3_params import chosen_ids
 from specrl_jax.errors import InputError
 from specrl_jax.models.config import PolicyConfig
 from specrl_jax.models.params import LayerParams, PolicyParams, init_kernel, layer_shapes
@@ -149,10 +150,7 @@ def init_block(
         target_ids: from `eagle3_params.select_draft_vocab`; None where it proposes the whole vocabulary.
         feature_rms: root mean square of the policy's features.
     """
-    if target_ids is None:
-        if config.draft_vocab_size != config.backbone.vocab_size:
-            raise InputError("a draft vocabulary smaller than the policy's needs its target ids; select them first")
-        target_ids = np.arange(config.backbone.vocab_size)
+    ids = chosen_ids(target_ids, config.draft_vocab_size, config.backbone.vocab_size)
     dtype = jnp.dtype(config.backbone.dtype)
     shapes = weight_shapes(config)
     arrays: dict[str, Array] = {}
@@ -163,6 +161,5 @@ def init_block(
             arrays[name] = jnp.ones(shape, dtype) if len(shape) == 1 else init_kernel(array_key, shape, dtype)
     arrays["fc"] = arrays["fc"] / feature_rms
     norm, head = head_weights(policy)
-    ids = jnp.asarray(target_ids, jnp.int32)
     arrays["final_norm"] = norm.astype(dtype)
     return BlockParams(as_weights(arrays), head[ids].astype(dtype), ids)

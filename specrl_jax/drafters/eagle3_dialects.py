@@ -8,7 +8,7 @@ import warnings
 from typing import Any
 
 from specrl_jax.drafters.eagle3_params import Eagle3Config, default_boundaries
-from specrl_jax.drafters.head_files import whole_layer
+from specrl_jax.drafters.head_files import check_fits, whole_layer
 from specrl_jax.errors import InputError
 from specrl_jax.models.config import PolicyConfig
 from specrl_jax.models.huggingface_config import config_from_hf, config_to_hf
@@ -178,19 +178,5 @@ def config_from_json(
         **_flags(hf),
     )
     if policy is not None:
-        _check_policy(config, policy)
+        check_fits("draft head", config.target_hidden_size, config.vocab_size, config.boundaries, policy)
     return config
-
-
-def _check_policy(config: Eagle3Config, policy: PolicyConfig) -> None:
-    for name, ours, theirs in (
-        ("hidden_size", config.target_hidden_size, policy.hidden_size),
-        ("vocab_size", config.vocab_size, policy.vocab_size),
-    ):
-        if ours != theirs:
-            raise InputError(f"draft head was made for a policy of {name} {ours}, not {theirs}; use that policy's head")
-    if config.boundaries[-1] > policy.num_layers:
-        raise InputError(
-            f"draft head reads boundaries {config.boundaries} of a policy with {policy.num_layers} layers; "
-            "give the boundaries that it was trained with"
-        )

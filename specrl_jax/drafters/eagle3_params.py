@@ -216,6 +216,15 @@ def select_draft_vocab(token_counts: np.ndarray, draft_vocab_size: int) -> np.nd
     return np.sort(by_frequency[:draft_vocab_size]).astype(np.int32)
 
 
+def chosen_ids(target_ids: np.ndarray | None, draft_vocab_size: int, vocab_size: int) -> Int[Array, "dv"]:
+    """Target ids as given, or those of the whole vocabulary; InputError where a smaller one has none."""
+    if target_ids is None:
+        if draft_vocab_size != vocab_size:
+            raise InputError("a draft vocabulary smaller than the policy's needs its target ids; select them first")
+        target_ids = np.arange(vocab_size)
+    return jnp.asarray(target_ids, jnp.int32)
+
+
 def init_eagle3(
     key: Any,
     config: Eagle3Config,
@@ -233,11 +242,7 @@ def init_eagle3(
         feature_rms: root mean square of the policy's features, which grows with depth and training; `fc` starts
             with outputs of unit size, since beside a large residual the layer itself would learn slowly.
     """
-    if target_ids is None:
-        if config.draft_vocab_size != config.vocab_size:
-            raise InputError("a draft vocabulary smaller than the policy's needs its target ids; select them first")
-        target_ids = np.arange(config.vocab_size)
-    ids = jnp.asarray(target_ids, jnp.int32)
+    ids = chosen_ids(target_ids, config.draft_vocab_size, config.vocab_size)
     dtype = jnp.dtype(config.dtype)
     shapes = weight_shapes(config)
     arrays: dict[str, Array] = {}

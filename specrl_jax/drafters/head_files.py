@@ -13,6 +13,7 @@ from safetensors import safe_open
 from transformers import AutoConfig
 
 from specrl_jax.errors import InputError
+from specrl_jax.models.config import PolicyConfig
 from specrl_jax.models.folders import replaced_folder
 from specrl_jax.models.weights import WEIGHTS_FILE, tensor_headers, write_tensors
 
@@ -42,6 +43,21 @@ def integers(hf: Mapping[str, Any], name: str) -> list[int]:
     if not isinstance(found, list) or not all(type(i) is int for i in found):
         raise InputError(f"draft head config has {name} = {found!r}; a list of integers is needed")
     return found
+
+
+def check_fits(kind: str, hidden_size: int, vocab_size: int, boundaries: tuple[int, ...], policy: PolicyConfig) -> None:
+    """Raise InputError unless a head, called `kind`, was made for a policy of this shape."""
+    for name, ours, theirs in (
+        ("hidden_size", hidden_size, policy.hidden_size),
+        ("vocab_size", vocab_size, policy.vocab_size),
+    ):
+        if ours != theirs:
+            raise InputError(f"{kind} was made for a policy of {name} {ours}, not {theirs}; use that policy's head")
+    if boundaries[-1] > policy.num_layers:
+        raise InputError(
+            f"{kind} reads boundaries {boundaries} of a policy with {policy.num_layers} layers; "
+            "give the boundaries that it was trained with"
+        )
 
 
 def weights_file(folder: Path) -> Path:

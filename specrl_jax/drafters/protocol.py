@@ -122,6 +122,39 @@ class TextState:
     length: Int[Array, "r"]
 
 
+class TextDrafter:
+    """What drafters that read `Texts` share: no features, and pairs that are counted and not looked at."""
+
+    @property
+    def boundaries(self) -> tuple[int, ...]:
+        """Reads no features."""
+        return ()
+
+    def init_state(self, rows: int, capacity: int) -> TextState:
+        """Nothing read."""
+        return TextState(jnp.zeros((rows,), jnp.int32))
+
+    def commit(
+        self,
+        params: Any,
+        embed: Float[Array, "v d"],
+        state: TextState,
+        tokens: Int[Array, "r q"],
+        features: Float[Array, "r q fd"],
+        counts: Int[Array, "r"],
+    ) -> TextState:
+        """Count the pairs."""
+        return TextState(state.length + counts)
+
+    def skip(self, state: TextState, counts: Int[Array, "r"]) -> TextState:
+        """Count the pairs."""
+        return TextState(state.length + counts)
+
+    def step_bytes(self, params: Any) -> int:
+        """Next to nothing."""
+        return 0
+
+
 @runtime_checkable
 class Drafter(Protocol):
     """A proposer of tokens, told apart from other drafters by its static description."""

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Float, Int
 
-from specrl_jax.drafters.protocol import Choice, Choose, Texts, TextState, propose_tree
+from specrl_jax.drafters.protocol import Choice, Choose, TextDrafter, Texts, TextState, propose_tree
 from specrl_jax.models.tree import Tree
 
 _OTHER = -30.0  # logit of every token but the replayed one: finite, so that filters leave a law
@@ -28,34 +28,13 @@ class Replay:
 
 
 @dataclass(frozen=True)
-class ReplayDrafter:
+class ReplayDrafter(TextDrafter):
     """Proposes what stands at the same place in an earlier response; its parameters are a `Replay`.
 
     vocab_size: of the policy.
     """
 
     vocab_size: int
-
-    @property
-    def boundaries(self) -> tuple[int, ...]:
-        """Reads no features."""
-        return ()
-
-    def init_state(self, rows: int, capacity: int) -> TextState:
-        """Nothing read."""
-        return TextState(jnp.zeros((rows,), jnp.int32))
-
-    def commit(
-        self,
-        params: Replay,
-        embed: Float[Array, "v d"],
-        state: TextState,
-        tokens: Int[Array, "r q"],
-        features: Float[Array, "r q fd"],
-        counts: Int[Array, "r"],
-    ) -> TextState:
-        """Count the pairs."""
-        return TextState(state.length + counts)
 
     def propose(
         self,

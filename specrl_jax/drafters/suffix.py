@@ -18,7 +18,7 @@ from flax import struct
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
-from specrl_jax.drafters.protocol import Choice, Choose, Texts, TextState, choose_next, propose_tree
+from specrl_jax.drafters.protocol import Choice, Choose, TextDrafter, Texts, TextState, choose_next, propose_tree
 from specrl_jax.errors import InputError
 from specrl_jax.models.tree import Tree
 
@@ -125,7 +125,7 @@ def _match_lengths(text: Int[Array, "r p n"], newest: Int[Array, "r m"]) -> Int[
 
 
 @dataclass(frozen=True)
-class SuffixDrafter:
+class SuffixDrafter(TextDrafter):
     """Proposes what followed the newest tokens before (`protocol.ChainDrafter`); its parameters: `History` or None.
 
     siblings: look in the responses of the same prompt in this rollout too; False, and no history, is n-gram drafts.
@@ -150,35 +150,6 @@ class SuffixDrafter:
             )
         if not 1.0 < self.sharpness <= 1000.0:
             raise InputError(f"suffix drafter sharpness is {self.sharpness}; choose more than 1 and at most 1000")
-
-    @property
-    def boundaries(self) -> tuple[int, ...]:
-        """Reads no features."""
-        return ()
-
-    def init_state(self, rows: int, capacity: int) -> TextState:
-        """Nothing read."""
-        return TextState(jnp.zeros((rows,), jnp.int32))
-
-    def commit(
-        self,
-        params: History | None,
-        embed: Float[Array, "v d"],
-        state: TextState,
-        tokens: Int[Array, "r q"],
-        features: Float[Array, "r q fd"],
-        counts: Int[Array, "r"],
-    ) -> TextState:
-        """Count the pairs."""
-        return TextState(state.length + counts)
-
-    def step_bytes(self, params: History | None) -> int:
-        """Next to nothing: the places are looked for once in a round."""
-        return 0
-
-    def skip(self, state: TextState, counts: Int[Array, "r"]) -> TextState:
-        """Count the pairs."""
-        return TextState(state.length + counts)
 
     def find(self, history: History | None, texts: Texts, depth: int) -> Found:
         """The best places for every row, with up to `depth` tokens after each."""

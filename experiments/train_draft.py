@@ -240,10 +240,10 @@ def main(config: Config) -> None:
     drafter = model.drafter
     if config.model.drafter is None or drafter is None:
         drafter = drafter_for_head(config.head.config(model.policy, model.tokenizer, config.draft.vocab_size))
+    evaluated = engine_of(config, model, drafter, 1)  # refuses more drafts than the drafter has
     check_draft_batches(config.draft, config.draft.prompts, model.mesh)  # of a jsonl task there may be fewer
     work = open_work(config, model)
     check_draft_batches(config.draft, len(work.train.lengths), model.mesh)
-    evaluated = engine_of(config, model, drafter, 1)  # refuses more drafts than the drafter has
     for prompts in (work.train, *work.held_out.values()):
         evaluated.check_prompt_width(prompts.tokens.shape[1])
     out = open_output(config.run, config, SCRIPT)

@@ -117,7 +117,9 @@ def _checked(block: dict[str, Any]) -> dict[str, Any]:
 def config_from_json(hf: dict[str, Any], policy: PolicyConfig | None) -> BlockConfig:
     """The architecture that a config.json describes; see `load_block`."""
     layer, boundaries, block = _flat(hf)
-    if not boundaries or list(boundaries) != sorted(boundaries):
+    if not boundaries:
+        raise InputError(f"block drafter config lacks {_LAYER_IDS}; download it again")
+    if list(boundaries) != sorted(boundaries):
         raise InputError(f"block drafter config has layer ids {boundaries}; ascending ones are needed")
     if block.get("mask_token_id") is None:
         raise InputError("block drafter config lacks mask_token_id; add the token that it was trained with")

@@ -10,14 +10,14 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float
 
-from experiments.expand import Pair, expand, random_pair, size
+from experiments.expand import Pair, expand, load_pair, random_pair, size
 from specrl_jax.data.tokenizers import arithmetic_tokenizer, load_tokenizer
 from specrl_jax.drafters.eagle3 import Eagle3Drafter
-from specrl_jax.drafters.eagle3_folder import load_eagle3, save_eagle3, with_policy_embedding
+from specrl_jax.drafters.eagle3_folder import save_eagle3
 from specrl_jax.errors import InputError
 from specrl_jax.models.config import Dtype
 from specrl_jax.models.expansion_shapes import SHAPES, Shape
-from specrl_jax.models.huggingface import load_policy, save_policy
+from specrl_jax.models.huggingface import save_policy
 from specrl_jax.models.tree import Tree
 from specrl_jax.rollout.rules import Match
 from specrl_jax.rollout.verification import Proposed
@@ -63,9 +63,7 @@ def open_expanded(options: ShapeOptions, seed: int) -> Pair:
     if options.policy is None or options.drafter is None:
         small = random_pair(seed)
     else:
-        params, policy = load_policy(options.policy)
-        drafter, draft = with_policy_embedding(*load_eagle3(options.drafter, policy), params.embed)
-        small = Pair(params, policy, draft, drafter.config)
+        small = load_pair(options.policy, options.drafter, options.target)
     return expand(small, options.target, seed)
 
 

@@ -20,8 +20,8 @@ from experiments.common import Run, RunOptions, run_main
 from experiments.expand import random_pair
 from experiments.outputs import check_output, markdown_table, open_output, provenance, write_results
 from specrl_jax.drafters.eagle3 import Eagle3Drafter
-from specrl_jax.drafters.eagle3_params import Eagle3Params
-from specrl_jax.drafters.heads import load_drafter, save_drafter
+from specrl_jax.drafters.eagle3_folder import save_eagle3
+from specrl_jax.drafters.heads import load_drafter
 from specrl_jax.errors import InputError
 from specrl_jax.models.folders import replaced_folder
 from specrl_jax.models.huggingface import resolve_folder
@@ -95,19 +95,14 @@ def smoke_source(folder: Path) -> Path:
     """A random head with pickled weights, for the smoke preset."""
     import torch
 
-    save_drafter(folder, *random_head())
+    pair = random_pair(0)
+    assert pair.draft is not None
+    assert pair.head is not None
+    save_eagle3(folder, Eagle3Drafter(pair.head), pair.draft)
     tensors = load_file(folder / WEIGHTS_FILE)
     torch.save({name: torch.from_numpy(tensor) for name, tensor in tensors.items()}, folder / "pytorch_model.bin")
     (folder / WEIGHTS_FILE).unlink()
     return folder
-
-
-def random_head() -> tuple[Eagle3Drafter, Eagle3Params]:
-    """A head over the arithmetic vocabulary."""
-    pair = random_pair(0)
-    assert pair.draft is not None
-    assert pair.head is not None
-    return Eagle3Drafter(pair.head), pair.draft
 
 
 def main(config: Config) -> None:

@@ -26,7 +26,7 @@ from specrl_jax.errors import InputError
 from specrl_jax.models.config import Dtype, PolicyConfig
 from specrl_jax.models.expansion import expand_policy
 from specrl_jax.models.expansion_shapes import SHAPES, Shape, expanded_config
-from specrl_jax.models.huggingface import check_tokenizer_fits, load_policy, save_policy
+from specrl_jax.models.huggingface import check_tokenizer_fits, load_config, load_policy, save_policy
 from specrl_jax.models.numerics import Numerics
 from specrl_jax.models.params import PolicyParams, init_params
 from specrl_jax.models.policy import forward, grid_batch, logits, sequence_positions
@@ -94,15 +94,21 @@ def open_pair(config: Config) -> tuple[Pair, PreTrainedTokenizerFast]:
         if config.run.preset != "smoke" or config.drafter is not None:
             raise InputError("--policy is missing; give the folder or hub name of a policy")
         return random_pair(config.run.seed), arithmetic_tokenizer()
-    params, policy = load_policy(config.policy)
+    policy = load_config(config.policy)
     tokenizer = load_tokenizer(config.policy)
     check_tokenizer_fits(tokenizer, policy)
-    expanded_config(policy, config.shape)  # refuses a policy that does not fit
-    if config.drafter is None:
-        return Pair(params, policy), tokenizer
-    drafter, draft = with_policy_embedding(*load_eagle3(config.drafter, policy), params.embed)
-    expanded_head_config(drafter.config, policy, config.shape)  # and so a head
-    return Pair(params, policy, draft, drafter.config), tokenizer
+    return load_pair(config.policy, config.drafter, config.shape), tokenizer
+
+
+def load_pair(source: str, head: str | None, shape: Shape) -> Pair:
+    """A policy and its draft head from their folders; InputError where one cannot be used or expanded to the shape."""
+    params, policy = load_policy(source)
+    expanded_config(policy, shape)  # refuses a policy that does not fit
+    if head is None:
+        return Pair(params, policy)
+    drafter, draft = with_policy_embedding(*load_eagle3(head, policy), params.embed)
+    expanded_head_config(drafter.config, policy, shape)  # and so a head
+    return Pair(params, policy, draft, drafter.config)
 
 
 def random_pair(seed: int) -> Pair:

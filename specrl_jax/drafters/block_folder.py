@@ -12,8 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from specrl_jax.drafters.block import BlockDrafter
-from specrl_jax.drafters.block_params import BlockConfig, BlockParams, as_weights, by_name, weight_shapes
+from specrl_jax.drafters.block_params import BlockConfig, BlockParams, as_weights, weight_shapes
 from specrl_jax.drafters.head_files import (
+    by_name,
     check_fits,
     integers,
     read_target_ids,
@@ -92,7 +93,7 @@ def config_json(config: BlockConfig) -> dict[str, Any]:
     }
 
 
-def _flat(hf: dict[str, Any]) -> tuple[dict[str, Any], list[int], dict[str, Any]]:
+def _flat(hf: dict[str, Any]) -> tuple[dict[str, Any], list[int] | None, dict[str, Any]]:
     """The layers' config, the boundaries, and what is said of the block; for both layouts."""
     if "speculators_model_type" in hf:
         layer = dict(hf.get("transformer_layer_config") or {})
@@ -103,7 +104,7 @@ def _flat(hf: dict[str, Any]) -> tuple[dict[str, Any], list[int], dict[str, Any]
     ids = integers(hf | block, "target_layer_ids")
     said = {name: value for name, value in (hf | block).items() if value is not None}
     anchor = "DSpark" in str(hf.get("architectures"))
-    return hf, [i + 1 for i in ids], _checked({"sample_from_anchor": anchor} | said)
+    return hf, None if ids is None else [i + 1 for i in ids], _checked({"sample_from_anchor": anchor} | said)
 
 
 def _checked(block: dict[str, Any]) -> dict[str, Any]:
@@ -117,7 +118,7 @@ def _checked(block: dict[str, Any]) -> dict[str, Any]:
 def config_from_json(hf: dict[str, Any], policy: PolicyConfig | None) -> BlockConfig:
     """The architecture that a config.json describes; see `load_block`."""
     layer, boundaries, block = _flat(hf)
-    if not boundaries:
+    if boundaries is None:
         raise InputError(f"block drafter config lacks {_LAYER_IDS}; download it again")
     if list(boundaries) != sorted(boundaries):
         raise InputError(f"block drafter config has layer ids {boundaries}; ascending ones are needed")

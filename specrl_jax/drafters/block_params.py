@@ -1,6 +1,5 @@
 """Shapes and parameters of a parallel block drafter (DFlash, arXiv 2602.06036; DSpark, arXiv 2607.05147)."""
 
-import dataclasses
 import itertools
 from dataclasses import dataclass
 from typing import Any
@@ -123,19 +122,6 @@ def as_weights(arrays: dict[str, Array]) -> BlockWeights:
         fields = {name.removeprefix(prefix): array for name, array in arrays.items() if name.startswith(prefix)}
         layers.append(LayerParams(**fields))
     return BlockWeights(**own, layers=tuple(layers))
-
-
-def by_name(weights: BlockWeights) -> dict[str, Array]:
-    """The arrays of weights by the names of `weight_shapes`."""
-
-    def fields(value: Any, prefix: str) -> dict[str, Array]:
-        named = {entry.name: getattr(value, entry.name) for entry in dataclasses.fields(value)}
-        return {prefix + name: array for name, array in named.items() if array is not None and name != "layers"}
-
-    found = fields(weights, "")
-    for i, layer in enumerate(weights.layers):
-        found |= fields(layer, f"layers.{i}.")
-    return found
 
 
 def init_block(

@@ -8,7 +8,7 @@ import warnings
 from typing import Any
 
 from specrl_jax.drafters.eagle3_params import Eagle3Config, default_boundaries
-from specrl_jax.drafters.head_files import check_fits, whole_layer
+from specrl_jax.drafters.head_files import check_fits, integers, whole_layer
 from specrl_jax.errors import InputError
 from specrl_jax.models.config import PolicyConfig
 from specrl_jax.models.huggingface_config import config_from_hf, config_to_hf
@@ -70,12 +70,6 @@ def config_json(config: Eagle3Config) -> dict[str, Any]:
     return hf | {flag: True for flag in _FLAGS if getattr(config, flag)}
 
 
-def _layer_ids(ids: Any) -> list[int]:
-    if not isinstance(ids, list) or not ids or not all(type(i) is int for i in ids):
-        raise InputError(f"draft head config has layer ids {ids!r}; a list of integers is needed")
-    return sorted(ids)
-
-
 def _boundaries(hf: dict[str, Any], policy: PolicyConfig | None, speculators: bool) -> tuple[int, ...]:
     """Residual boundaries from the ids of a config.json, whose two conventions differ by one.
 
@@ -84,15 +78,16 @@ def _boundaries(hf: dict[str, Any], policy: PolicyConfig | None, speculators: bo
     boundaries already.
     """
     nested = hf.get("eagle_config") or {}
-    if nested.get(_BOUNDARIES) is not None:
-        return tuple(_layer_ids(nested[_BOUNDARIES]))
-    ids = hf.get(_LAYER_IDS)
-    ids = nested.get(_LAYER_IDS) if ids is None else ids
+    known = integers(nested, _BOUNDARIES)
+    if known is not None:
+        return tuple(sorted(known))
+    ids = integers(hf, _LAYER_IDS)
+    ids = integers(nested, _LAYER_IDS) if ids is None else ids
     if ids is None:
         if policy is None:
             raise InputError(f"draft head config lacks {_LAYER_IDS}; give the boundaries that it was trained with")
         return default_boundaries(policy.num_layers)
-    ids = _layer_ids(ids)
+    ids = sorted(ids)
     if speculators:
         return tuple(ids)
     if ids[0] == 1:

@@ -12,8 +12,8 @@ from jaxtyping import Array, Float
 
 from specrl_jax.drafters.eagle3 import Eagle3Drafter
 from specrl_jax.drafters.eagle3_dialects import config_from_json, config_json
-from specrl_jax.drafters.eagle3_params import Eagle3Config, Eagle3Params, as_weights, by_name, weight_shapes
-from specrl_jax.drafters.head_files import read_target_ids, read_tensors, save_head, vocab_maps, weights_file
+from specrl_jax.drafters.eagle3_params import Eagle3Config, Eagle3Params, as_weights, weight_shapes
+from specrl_jax.drafters.head_files import by_name, read_target_ids, read_tensors, save_head, vocab_maps, weights_file
 from specrl_jax.errors import InputError
 from specrl_jax.models.config import PolicyConfig
 from specrl_jax.models.huggingface import resolve_folder

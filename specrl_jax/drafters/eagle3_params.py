@@ -1,6 +1,5 @@
 """Shapes, parameters and draft vocabulary of an EAGLE-3 head (Li et al., arXiv 2503.01840)."""
 
-import dataclasses
 import itertools
 from dataclasses import dataclass, field
 from typing import Any
@@ -187,18 +186,6 @@ def as_weights(arrays: dict[str, Array]) -> Eagle3Weights:
     single = {name: array for name, array in arrays.items() if not name.startswith("fc_norms.")}
     norms = tuple(arrays[f"fc_norms.{i}"] for i in range(len(arrays) - len(single)))
     return Eagle3Weights(**single, fc_norms=norms or None)
-
-
-def by_name(weights: Eagle3Weights) -> dict[str, Array]:
-    """The arrays of weights by the names of `weight_shapes`."""
-    found: dict[str, Array] = {}
-    for entry in dataclasses.fields(weights):
-        value = getattr(weights, entry.name)
-        if isinstance(value, tuple):
-            found |= {f"{entry.name}.{i}": array for i, array in enumerate(value)}
-        elif value is not None:
-            found[entry.name] = value
-    return found
 
 
 def select_draft_vocab(token_counts: np.ndarray, draft_vocab_size: int) -> np.ndarray:

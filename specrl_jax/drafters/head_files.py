@@ -8,7 +8,9 @@ from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
+from jaxtyping import Array
 from safetensors import safe_open
 from transformers import AutoConfig
 
@@ -36,13 +38,20 @@ def whole_layer(layer: Mapping[str, Any], default: str) -> dict[str, Any]:
         raise InputError(f"draft head config has layers that transformers does not understand ({reason})") from error
 
 
-def integers(hf: Mapping[str, Any], name: str) -> list[int]:
-    """A list of integers of a config.json; empty where there is none."""
+def integers(hf: Mapping[str, Any], name: str) -> list[int] | None:
+    """A list of integers of a config.json, or None where there is none."""
     found = hf.get(name)
-    found = [] if found is None else found
-    if not isinstance(found, list) or not all(type(i) is int for i in found):
+    if found is None:
+        return None
+    if not isinstance(found, list) or not found or not all(type(i) is int for i in found):
         raise InputError(f"draft head config has {name} = {found!r}; a list of integers is needed")
     return found
+
+
+def by_name(weights: Any) -> dict[str, Array]:
+    """The arrays of a head's weights by the names of its `weight_shapes`: fields and places, joined by dots."""
+    leaves, _ = jax.tree.flatten_with_path(weights)
+    return {jax.tree_util.keystr(path, simple=True, separator="."): array for path, array in leaves}
 
 
 def check_fits(kind: str, hidden_size: int, vocab_size: int, boundaries: tuple[int, ...], policy: PolicyConfig) -> None:

@@ -47,10 +47,10 @@ _ROWS_AT_ONCE = 64
 
 def random_kernel(key: Any, shape: tuple[int, int], dtype: Any) -> Float[Array, "o i"]:
     """A kernel of variance 1/fan-in."""
-    rows, channels = shape
+    rows, columns = shape
 
     def row(key: Any) -> Float[Array, "i"]:
-        return jax.random.normal(key, (channels,), dtype) * channels**-0.5
+        return jax.random.normal(key, (columns,), dtype) * columns**-0.5
 
     # All at once, the bits would take several times the memory of the kernel.
     return lax.map(row, jax.random.split(key, rows), batch_size=_ROWS_AT_ONCE)

@@ -72,7 +72,7 @@ class Heads(NamedTuple):
 
 
 class Channels(NamedTuple):
-    """Channels of attention heads: column `old[i]` of the source becomes column `new[i]` of the target.
+    """Channels of attention heads: channel `old[i]` of the source becomes channel `new[i]` of the target.
 
     whole: all channels of the target's heads that hold one of the source.
     """

@@ -14,7 +14,6 @@ decoding (a few new tokens per row). Steps:
 
 import dataclasses
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -117,7 +116,7 @@ def project_qkv(
 
 def _norm_and_project(
     config: PolicyConfig, layer: LayerParams, x: Float[Array, "n d"], positions: Int[Array, "n"]
-) -> Any:
+) -> tuple[Float[Array, "n h c"], Float[Array, "n g c"], Float[Array, "n g c"]]:
     return project_qkv(config, layer, rms_norm(x, layer.attn_norm, config.rms_norm_eps), positions)
 
 

@@ -181,9 +181,10 @@ class AdaptiveRound(Round):
         return Judged(live, out, law, None, Choice(jnp.zeros((live.shape[0], 0), jnp.int32)), proposed)
 
     def wait(self, rows: Rows, judged: Judged, before: Rows) -> Rows:
-        """After a round without drafts: its pair waits in the ring."""
+        """After a round without drafts: its pair waits in the ring, and what drafts were worth grows old."""
         unread = rows.unread
         assert unread is not None
+        assert rows.record is not None
         advanced = rows.length > before.length
         index = jnp.arange(advanced.shape[0], dtype=jnp.int32)
         window = unread.tokens.shape[1]
@@ -194,7 +195,7 @@ class AdaptiveRound(Round):
             features=unread.features.at[index, slot].set(features, mode="drop"),
             count=unread.count + advanced.astype(jnp.int32),
         )
-        return replace(rows, unread=unread)
+        return replace(rows, unread=unread, record=fade(rows.record))
 
     def adaptive_round(
         self,
@@ -215,9 +216,7 @@ class AdaptiveRound(Round):
             after, cache, trajectory = self.conclude(
                 params, draft_params, rows, trajectory, judged, jnp.zeros_like(rows.emitted)
             )
-            assert rows.record is not None
-            after = replace(self.wait(after, judged, rows), record=fade(rows.record))
-            return after, pool.with_cache(cache), trajectory, control
+            return self.wait(after, judged, rows), pool.with_cache(cache), trajectory, control
         rows = self.catch_up(params, draft_params, rows)
         dealt = self.deal(params, draft_params, rows, trajectory, control, body, live, rate)
         judged = self.judge_dealt(params, rows, pool, body, dealt, live)

@@ -137,6 +137,7 @@ def _jsonl_workload(config: Any, tokenizer: PreTrainedTokenizerFast | None, batc
     if not test:
         raise InputError("no held-out examples are left; give --eval-data or a smaller --data-limit")
     supervised = loaded.examples if config.eval_data else train
+    supervised = [*supervised, *(e for source in config.warmup.data for e in load_examples(source).examples)]
     if tokenizer is None:
         texts = [text for e in supervised for text in (_text(e.prompt), e.solution or e.answer or "")]
         tokenizer = train_bpe(texts, config.shape.vocab_size)

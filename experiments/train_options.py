@@ -30,6 +30,8 @@ class WarmUp:
     optimizer: OptimizerConfig = OptimizerConfig(0.02, name="muon", warmup_steps=20, adam_learning_rate=0.004)
     focus: float = 0.0
     """Share of each batch drawn from the RL examples (jsonl tasks)."""
+    data: tuple[str, ...] = ()
+    """More examples to learn from, of any layout: files, or datasets on the Hugging Face hub (jsonl tasks)."""
 
     def __post_init__(self) -> None:
         check_least("warmup", self, steps=0, batch=1)
@@ -137,10 +139,13 @@ class Config:
         """Raise InputError where options contradict each other, or ask for what is not installed."""
         if self.task == "jsonl" and self.data is None:
             raise InputError("--task jsonl needs --data, a file or a dataset name")
-        if self.task == "arithmetic" and (self.data or self.eval_data or self.reward):
+        if self.task == "arithmetic" and (self.data or self.eval_data or self.reward or self.warmup.data):
             raise InputError(
-                "--data, --eval-data and --reward belong to --task jsonl; arithmetic makes and judges its own problems"
+                "--data, --eval-data, --reward and --warmup.data belong to --task jsonl; arithmetic makes and judges "
+                "its own problems"
             )
+        if self.policy is not None and self.warmup.data:
+            raise InputError("--warmup.data is for a policy made from nothing; leave it or --policy out")
         needs = "--loss.importance-cap is 0; correct for the difference with a value such as 2"
         if self.speculation.lenience > 1.0 and self.loss.importance_cap == 0.0:
             raise InputError(f"--lenience {self.speculation.lenience} changes the law of the responses and {needs}")

@@ -96,6 +96,7 @@ def test_prompts_longer_than_the_cache_are_refused(refused, models):
         ("--warmup.steps -1", "--warmup.steps is -1; it must be at least 0"),
         ("--warmup.batch 6", "6 sequences .* do not split into microbatches of 4"),
         ("--warmup.batch 7 --mesh data=2", "--warmup.batch is 7, which 2 devices cannot share; choose a multiple of 2"),
+        ("--warmup.data more.jsonl", "--data, --eval-data, --reward and --warmup.data belong to --task jsonl"),
         ("--warmup.focus 1.5", "--warmup.focus is 1.5; choose a share from 0 to 1"),
         ("--draft.unroll 0", "--draft.unroll is 0; it must be at least 1"),
         ("--draft.batch 10", "10 sequences .* do not split into microbatches of 4"),
@@ -157,7 +158,11 @@ def test_prompts_longer_than_the_cache_are_refused(refused, models):
         ("--mesh fsdp=2", "--mesh fsdp=2: parameters are not split over devices yet; use data=N alone"),
         ("--seed -1", "--seed is -1"),
         ("--task jsonl", "--task jsonl needs --data"),
-        ("--data some.jsonl", "--data, --eval-data and --reward belong to --task jsonl"),
+        ("--data some.jsonl", "--data, --eval-data, --reward and --warmup.data belong to --task jsonl"),
+        (
+            "--task jsonl --data some.jsonl --policy some --warmup.data more.jsonl",
+            "--warmup.data is for a policy made from nothing; leave it or --policy out",
+        ),
     ],
 )
 def test_values_out_of_range_are_refused(refused, argv, sentence):

@@ -43,8 +43,8 @@ from specrl_jax.rollout.rows import Rows
 from specrl_jax.rollout.rules import Block, Match, Ratio, Rule
 from specrl_jax.rollout.sampling import SamplingLaw
 from specrl_jax.rollout.trajectory import Trajectory
+from specrl_jax.training.acceptance_plots import draw_acceptance_bars
 from specrl_jax.training.metrics import write_json
-from specrl_jax.training.plots import draw_acceptance_by_rule
 from specrl_jax.training.speculation import acceptance_interval
 
 SCRIPT = "acceptance_by_rule"
@@ -218,7 +218,7 @@ def main(config: Config) -> None:
     write_results(out, rows, "Acceptance length by verification rule", source)
     worst = max((abs(z) for row in rows for z in row.get("z", [])), default=0.0)
     write_json(out / "summary.json", {"largest_z": worst, "tested": sum(len(r.get("z", [])) for r in rows)} | source)
-    draw_acceptance_by_rule(rows).savefig(out / "acceptance_by_rule.png", dpi=120)
+    draw_acceptance_bars(rows, "temperature", "rule").savefig(out / "acceptance_by_rule.png", dpi=120)
     print(markdown_table([{k: v for k, v in row.items() if k not in ("theory", "z")} for row in rows]))
     print(f"largest difference from theory: {worst:.2f} standard errors", flush=True)
 

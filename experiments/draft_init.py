@@ -10,9 +10,10 @@ trained on DAPO, in-domain, and on UltraChat; RL-Zero and RL-Think).
 arithmetic task's, and random tokens in their place.
 """
 
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
 from typing import Annotated, Any
 
 import jax
@@ -22,7 +23,7 @@ import tyro
 
 from experiments import train_draft
 from experiments.common import Run, RunOptions, check_least, progress, run_main
-from experiments.draft_stage import DraftStageOptions
+from experiments.draft_stage import DraftStageOptions, Rollouts
 from experiments.inference import Model, ModelFlags, ModelOptions, ProblemOptions, open_model, open_problems
 from experiments.outputs import check_output, markdown_table, open_output, provenance, write_results
 from experiments.rollout_options import LawFlags, LawOptions
@@ -157,30 +158,31 @@ def prepare(config: Config, model: Model) -> Prepared:
     return Prepared(first, other, rest, {IN_DOMAIN: own_held_out, OTHER: other_held_out})
 
 
-def one_seed(config: Config, model: Model, drafter: HeadDrafter, prompts: Prepared, seed: int, out: Any) -> list[dict]:
+def one_seed(config: Config, model: Model, drafter: HeadDrafter, prompts: Prepared, seed: int, out: Path) -> list[dict]:
     """What every head of a seed accepts: a flat object per head, mode and kind of prompts."""
     whole = config.training(seed, config.draft.prompts, config.draft.steps)
     stage, key = train_draft.stage_of(whole, model, drafter), jax.random.key(seed)
     more = train_draft.stage_of(config.training(seed, config.adapt_prompts, config.adapt_steps), model, drafter)
     assert model.params is not None
     work, rows = Work(prompts.in_domain, prompts.held_out), []
+    kinds = {IN_DOMAIN: prompts.in_domain, OTHER: prompts.other}
+    corpora = {kind: Rollouts(partial(stage.corpus, model.params, own)) for kind, own in kinds.items()}
+    fresh = Rollouts(partial(more.corpus, model.params, prompts.fresh))
 
     def note(init: str, mode: str, draft: Any, seconds: float) -> None:
         for row in train_draft.measure(whole, model, drafter, draft, work, init):
             rows.append(row | {"mode": mode, "seed": seed, "training_seconds": seconds})
 
     for init in (IN_DOMAIN, OTHER, UNTRAINED):
-        start, folder = time.perf_counter(), out / "checkpoints" / f"{init}_{seed}"
+        folder = out / "checkpoints" / f"{init}_{seed}"
         if init == UNTRAINED:
-            draft = stage.fresh(model.params, stage.corpus(model.params, prompts.in_domain), key)
+            draft, seconds = stage.fresh(model.params, corpora[IN_DOMAIN](), key), 0.0
         else:
-            source = prompts.in_domain if init == IN_DOMAIN else prompts.other
-            draft = stage.train(model.params, source, key, folder)
-        seconds = 0.0 if init == UNTRAINED else time.perf_counter() - start
+            draft, seconds = stage.timed(model.params, corpora[init], key, folder)
         note(init, "offline", draft, seconds)
-        start = time.perf_counter()
-        draft = more.train(model.params, prompts.fresh, key, folder.with_name(f"{folder.name}_adapted"), draft)
-        note(init, "adapted", draft, seconds + time.perf_counter() - start)
+        adapted = folder.with_name(f"{folder.name}_adapted")
+        draft, adapting = more.timed(model.params, fresh, key, adapted, draft)
+        note(init, "adapted", draft, seconds + adapting)
     return rows
 
 

@@ -1,5 +1,7 @@
 """Training a draft head on rollouts of its policy: the options, and the stage itself."""
 
+import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -63,6 +65,25 @@ class DraftStageOptions:
         return DraftTraining(plain, head, loss, optimizer, self.microbatch)
 
 
+@dataclass
+class Rollouts:
+    """Rollouts that several trainings share: made when first asked for. seconds: that this took."""
+
+    make: Callable[[], Sequences]
+    seconds: float = 0.0
+
+    @cached_property
+    def _made(self) -> Sequences:
+        start = time.perf_counter()
+        made = jax.block_until_ready(self.make())
+        self.seconds = time.perf_counter() - start
+        return made
+
+    def __call__(self) -> Sequences:
+        """The rollouts."""
+        return self._made
+
+
 @dataclass(frozen=True, eq=False)
 class DraftStage:
     """A head trained offline on rollouts of the policy.
@@ -106,14 +127,22 @@ class DraftStage:
         return init_head(key, head, params, ids, scale)
 
     def train(
-        self, params: PolicyParams, prompts: Prompts, key: Any, checkpoints: Path, start: HeadParams | None = None
+        self,
+        params: PolicyParams,
+        rollouts: Callable[[], Sequences],
+        key: Any,
+        checkpoints: Path,
+        start: HeadParams | None = None,
     ) -> HeadParams:
-        """Roll out, and train a fresh head or the one given; a finished stage is read from its checkpoint."""
+        """Train a fresh head, or the one given, on rollouts of the policy (`corpus`).
+
+        A finished stage is read from its checkpoint and asks for no rollouts.
+        """
         head, offline, steps = self.drafter.config, self._offline, self.options.steps
-        if latest_step(checkpoints) == steps:  # a resumed run needs no rollouts for it
+        if latest_step(checkpoints) == steps:
             blank = offline.init(start or init_head(key, head, params, np.arange(head.draft_vocab_size)))
             return restore_checkpoint(checkpoints, blank)[0].draft
-        corpus = self.corpus(params, prompts)
+        corpus = rollouts()
         draft = self.fresh(params, corpus, key) if start is None else start
 
         def program(count: int) -> Any:
@@ -137,3 +166,11 @@ class DraftStage:
                 on_chunk=report,
             )
         return state.draft
+
+    def timed(
+        self, params: PolicyParams, rollouts: Rollouts, key: Any, checkpoints: Path, start: HeadParams | None = None
+    ) -> tuple[HeadParams, float]:
+        """As `train`, and the seconds that it took, those of the rollouts included whoever made them."""
+        made, begin = rollouts.seconds, time.perf_counter()
+        draft = jax.block_until_ready(self.train(params, rollouts, key, checkpoints, start))
+        return draft, time.perf_counter() - begin + made

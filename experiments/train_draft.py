@@ -8,6 +8,7 @@ one it started from. `--eval-data` names other prompts to be measured on.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -32,7 +33,7 @@ from specrl_jax.rollout.config import RolloutConfig
 from specrl_jax.rollout.engine import RolloutEngine
 from specrl_jax.training.metrics import write_json
 from specrl_jax.training.sampling import Sampler, sample_all
-from specrl_jax.training.speculation import acceptance_interval, response_metrics
+from specrl_jax.training.speculation import acceptance_figures
 from specrl_jax.training.workloads import end_ids
 
 SCRIPT = "train_draft"
@@ -206,21 +207,13 @@ def measure(
         batch = min(len(prompts.lengths), config.together)
         sampler = Sampler(engine, model.mesh, "evaluation", config.run.seed, batch)
         trajectory = sample_all(sampler, model.params, draft, prompts)  # type: ignore[arg-type]  # initialised
-        metrics = response_metrics(trajectory)
-        length, half_width = acceptance_interval(trajectory.stats)
-        rows.append(
-            {
-                "head": which,
-                "prompts": name,
-                "draft_length": config.eval_draft_length,
-                "temperature": config.law.temperature,
-                "acceptance_length": length,
-                "ci95": half_width,
-                "survival_per_position": metrics.get("survival_per_position"),
-                "entropy": metrics["entropy"],
-                "response_tokens": metrics["response_tokens"],
-            }
-        )
+        row = {
+            "head": which,
+            "prompts": name,
+            "draft_length": config.eval_draft_length,
+            "temperature": config.law.temperature,
+        }
+        rows.append(row | acceptance_figures(trajectory))
     return rows
 
 
@@ -253,7 +246,8 @@ def main(config: Config) -> None:
     start = model.draft if config.model.drafter is not None else None
     table = [] if start is None else measure(config, model, drafter, start, work, "before")
     key = jax.random.key(config.run.seed)
-    draft = stage.train(model.params, work.train, key, out / "checkpoints" / "draft", start)
+    rollouts = partial(stage.corpus, model.params, work.train)
+    draft = stage.train(model.params, rollouts, key, out / "checkpoints" / "draft", start)
     save_drafter(out / "drafter", drafter, draft)
     table += measure(config, model, drafter, draft, work, "after")
     source = provenance(config.run.seed)

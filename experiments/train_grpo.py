@@ -11,7 +11,7 @@ import re
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -136,7 +136,10 @@ class Session:
             recompute_logprobs=config.recompute_logprobs,
             draft_sequences=draft.online_sequences if online else 0,
         )
-        drafting = self.draft_training(draft.online_optimizer.for_updates(config.steps)) if online else None
+        drafting = None
+        if online:
+            training = self.draft_training(draft.online_optimizer.for_updates(config.steps))
+            drafting = dataclasses.replace(training, average=draft.average, tolerance=draft.tolerance)
         adaptive = config.speculation.adaptive and draft_length > 0
         engine = self.engine(draft_length, config.samples, adaptive=adaptive)
         step = GrpoStep(engine, self.scorer, update, drafting, config.run.seed, config.couple_epochs)
@@ -348,7 +351,9 @@ def main(config: Config) -> None:
         params = warm_up(session, init_params(model_key, session.policy), out)
     if draft is None and config.trains_head:
         prompts = session.workload.draft_prompts(config.draft.prompts)
-        draft = session.draft_stage.train(params, prompts, draft_key, out / "checkpoints" / "draft")
+        stage = session.draft_stage
+        rollouts = partial(stage.corpus, params, prompts)
+        draft = stage.train(params, rollouts, draft_key, out / "checkpoints" / "draft")
         save_drafter(out / "drafter", session.drafter, draft)
     start_from = Start(
         params, session_draft(session, draft, empty_history(session)), params if config.loss.kl_coef > 0 else None

@@ -48,10 +48,18 @@ class DraftHead(DraftStageOptions):
     online_sequences: int = 2
     """Sequences per policy microbatch that train it."""
     online_optimizer: OptimizerConfig = OptimizerConfig(0.0005)
+    average: float = 0.0
+    """Draft with the moving average of the weights that are trained online, which keeps this share of itself at every
+    update; 0: with those themselves."""
+    tolerance: float = 0.0
+    """Train online only while the acceptance length is below its best by more than this share; 0: always."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_least("draft", self, online_sequences=1)
+        for name in ("average", "tolerance"):
+            if not 0.0 <= getattr(self, name) < 1.0:
+                raise InputError(f"--draft.{name} is {getattr(self, name)}; choose a share from 0 to below 1")
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from experiments.outputs import markdown_table
 
 ROOT = Path(__file__).parents[1]
 SPEED = ROOT / "results" / "speed"
+DRAFTS = ROOT / "results" / "drafts"
 LOSSLESSNESS = ROOT / "results" / "losslessness"
 
 
@@ -176,6 +177,122 @@ def step_table() -> str:
     return markdown_table(rows)
 
 
+def _mean(row: dict[str, Any], name: str, half: str | None = None) -> str | None:
+    """A mean over seeds with its interval; None where it was not measured."""
+    if row.get(name) is None:
+        return None
+    return f"{row[name]:.2f} ± {row[half or f'{name}_ci95']:.2f}"
+
+
+def _paper(first: float | None, second: float | None) -> str | None:
+    return None if first is None else f"{first:g} / {second:g}"
+
+
+def draft_length_table() -> str:
+    """What k drafts per round win, from results/drafts/draft_length.json."""
+    rows = []
+    for row in _read(DRAFTS / "draft_length.json")["rows"]:
+        rows.append(
+            {
+                "workload": f"{row['workload']} ({row['source']})",
+                "rows": row["rows"],
+                "drafts": row["draft_length"],
+                "acceptance length": _mean(row, "acceptance_length"),
+                "speed-up": _mean(row, "speedup"),
+                "round / step": _mean(row, "round_cost"),
+                "NeMo RL: acceptance length": row.get("paper_acceptance_length"),
+                "speed-up there": row.get("paper_speedup"),
+                "round / step there": row.get("paper_round_cost"),
+            }
+        )
+    return markdown_table(rows)
+
+
+def draft_init_table() -> str:
+    """What a head should have learned from, from results/drafts/draft_init.json."""
+    rows = []
+    for row in _read(DRAFTS / "draft_init.json")["rows"]:
+        rows.append(
+            {
+                "head": row["init"],
+                "mode": row["mode"],
+                "measured on": row["prompts"],
+                "acceptance length": _mean(row, "acceptance_length", "ci95"),
+                "training (s)": f"{row['training_seconds']:.0f}",
+                "NeMo RL: RL-Zero / RL-Think": _paper(row.get("paper_rl_zero"), row.get("paper_rl_think")),
+            }
+        )
+    return markdown_table(rows)
+
+
+def draft_methods_table() -> str:
+    """Every drafter beside the others, from results/drafts/draft_methods.json."""
+    rows = []
+    for row in _read(DRAFTS / "draft_methods.json")["rows"]:
+        lengths = (row.get(f"paper_{run}_acceptance_length") for run in ("rl_zero", "rl_think"))
+        speedups = (row.get(f"paper_{run}_speedup") for run in ("rl_zero", "rl_think"))
+        rows.append(
+            {
+                "rows": row["rows"],
+                "drafts from": row["method"],
+                "parameters": row["parameters"] or None,
+                "acceptance length": _mean(row, "acceptance_length", "ci95"),
+                "speed-up": _mean(row, "speedup"),
+                "training (s)": f"{row['training_seconds']:.0f}" if row["training_seconds"] else None,
+                "paid back after (rollouts)": None if row["paid_back"] is None else f"{row['paid_back']:.0f}",
+                "NeMo RL: acceptance length": _paper(*lengths),
+                "speed-up there": _paper(*speedups),
+            }
+        )
+    return markdown_table(rows)
+
+
+def acceptance_by_task_table() -> str:
+    """Acceptance length by task, temperature and drafts, from results/drafts/acceptance_by_task_*.json."""
+    found: dict[tuple[Any, ...], dict[str, Any]] = {}
+    for path in sorted(DRAFTS.glob("acceptance_by_task_*.json")):
+        policy = path.stem.removeprefix("acceptance_by_task_")
+        for row in _read(path)["rows"]:
+            first = {"policy": policy, "prompts": row["prompts"], "temperature": row["temperature"]}
+            line = found.setdefault(tuple(first.values()), first | {"entropy": row["entropy"]})
+            line[row["drafts"]] = _mean(row, "acceptance_length", "ci95")
+    return markdown_table(list(found.values()))
+
+
+def acceptance_by_depth_table() -> str:
+    """Acceptance at every depth by how the head was trained, from results/drafts/acceptance_by_depth.json."""
+    rows = []
+    for row in _read(DRAFTS / "acceptance_by_depth.json")["rows"]:
+        rows.append(
+            {
+                "loss": row["loss"],
+                "unroll": row["unroll"],
+                "measured on": row["prompts"],
+                "drafts": row["draft_length"],
+                "acceptance length": _mean(row, "acceptance_length", "ci95"),
+                "accepted at each depth, of those reached": " ".join(f"{x:.2f}" for x in row["conditional_acceptance"]),
+            }
+        )
+    return markdown_table(rows)
+
+
+def online_adaptation_table() -> str:
+    """What becomes of a head while the policy learns, from results/drafts/online_adaptation.json."""
+    rows = []
+    for row in _read(DRAFTS / "online_adaptation.json")["rows"]:
+        rows.append(
+            {
+                "head": row["arm"],
+                "first step": _mean(row, "start"),
+                "worst step": _mean(row, "worst"),
+                f"last {max(1, row['steps'] // 4)} of {row['steps']} steps": _mean(row, "acceptance_length"),
+                "KL (nats per token)": _mean(row, "kl"),
+                "reward": f"{row['reward_before']:.2f} to {row['reward_after']:.2f}",
+            }
+        )
+    return markdown_table(rows)
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "demo": demo_table,
     "losslessness": losslessness_table,
@@ -185,6 +302,12 @@ TABLES: dict[str, Callable[[], str]] = {
     "rollout": rollout_table,
     "peers": peers_table,
     "step": step_table,
+    "draft_length": draft_length_table,
+    "draft_init": draft_init_table,
+    "draft_methods": draft_methods_table,
+    "acceptance_by_task": acceptance_by_task_table,
+    "acceptance_by_depth": acceptance_by_depth_table,
+    "online_adaptation": online_adaptation_table,
 }
 
 

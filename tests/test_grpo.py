@@ -118,7 +118,7 @@ def in_pieces(program, state, steps):
         rewards = program.reward(state, problems, trajectory)
         prepared = program.prepare(state, trajectory)
         state, _, examples = program.update(state, trajectory, prepared, rewards)
-        state, _ = program.update_drafter(state, examples)
+        state, _ = program.update_drafter(state, trajectory, examples)
         tokens.append(np.asarray(trajectory.tokens))
     return state, np.stack(tokens)
 
@@ -152,6 +152,45 @@ def test_a_controller_changes_nothing_but_itself(data):
     learned = float(state.control.accepted.sum() - costs.accepted.sum())
     assert abs(learned - (0.95 * first + second)) < 1e-3
     np.testing.assert_array_equal(state.control.seconds, costs.seconds)
+
+
+@pytest.mark.ci
+def test_a_head_may_draft_with_the_average_of_its_weights():
+    """The average in float64 from what is trained, step by step; what is trained and the policy are as without it."""
+    program, kept = make_program(3), 0.75
+    averaged = make_program(3)
+    drafting = dataclasses.replace(averaged.step.drafting, average=kept)
+    averaged = dataclasses.replace(averaged, step=dataclasses.replace(averaged.step, drafting=drafting))
+    state, plain = first_state(averaged), first_state(program)
+    mean = jax.tree.map(lambda x: np.asarray(x, np.float64), state.draft.weights)
+    for _ in range(2):
+        state, plain = averaged.scanned(1)(state)[0], program.scanned(1)(plain)[0]
+        mean = jax.tree.map(lambda m, x: kept * m + (1 - kept) * np.asarray(x), mean, state.draft_opt_state.weights)
+        jax.tree.map(lambda m, x: np.testing.assert_allclose(x, m, atol=1e-6), mean, state.draft.weights)
+    assert sha(state.draft_opt_state.weights) == sha(plain.draft.weights)
+    assert sha(state.params) == sha(plain.params)
+    assert sha(state.draft.weights) != sha(plain.draft.weights)
+
+
+@pytest.mark.ci
+def test_a_head_is_trained_only_when_it_is_stale():
+    """At the first step nothing is worse than the best; once more was accepted before, the head is trained."""
+    program = make_program(3)
+    drafting = dataclasses.replace(program.step.drafting, tolerance=0.1)
+    patient = dataclasses.replace(program, step=dataclasses.replace(program.step, drafting=drafting))
+    step = patient.scanned(1)
+    start = first_state(patient)
+    state, (metrics, _, _) = step(start)
+    assert metrics["draft_updated"] == [0.0]
+    assert np.isnan(metrics["draft_loss"]).all()
+    assert sha(state.draft.weights) == sha(start.draft.weights)
+    assert state.draft_opt_state.best == state.draft_opt_state.recent > 1.0
+    was_better = dataclasses.replace(start.draft_opt_state, best=jnp.float32(4.0), recent=jnp.float32(1.0))
+    trained, (metrics, _, _) = step(dataclasses.replace(start, draft_opt_state=was_better))
+    assert metrics["draft_updated"] == [1.0]
+    always = program.scanned(1)(first_state(program))[0]
+    assert sha(trained.draft.weights) == sha(always.draft.weights) != sha(start.draft.weights)
+    assert sha(trained.params) == sha(state.params) == sha(always.params)
 
 
 @functools.lru_cache

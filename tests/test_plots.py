@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 from matplotlib.image import imread
 
+from specrl_jax.training.acceptance_plots import draw_acceptance_bars, draw_adaptation, draw_depths
 from specrl_jax.training.plots import (
     draw_acceptance,
-    draw_acceptance_by_rule,
     draw_learning,
     draw_lengths,
     draw_losslessness,
@@ -99,13 +99,33 @@ def test_losslessness_shows_divergences_per_million_and_what_was_expected():
     assert not draw_losslessness(rows, []).axes[1].get_visible()
 
 
-def test_acceptance_by_rule_has_a_bar_per_rule_and_temperature():
+def test_acceptance_has_a_bar_per_group_and_name():
     rows = [
         {"rule": rule, "temperature": t, "acceptance_length": height, "ci95": 0.1}
         for rule, t, height in (("ratio", 0.6, 2.0), ("match", 0.6, 1.9), ("ratio", 1.0, 1.8), ("match", 1.0, 1.7))
     ]
-    (axes,) = draw_acceptance_by_rule(rows).axes
+    (axes,) = draw_acceptance_bars(rows, "temperature", "rule").axes
     assert sorted(bar.get_height() for bar in axes.patches) == [1.7, 1.8, 1.9, 2.0]
+
+
+def test_depths_have_a_line_each():
+    rows = [{"head": name, "conditional_acceptance": [height, height / 2]} for name, height in (("a", 0.8), ("b", 0.4))]
+    (axes,) = draw_depths(rows, "head").axes
+    assert [list(line.get_ydata()) for line in axes.lines] == [[0.8, 0.4], [0.4, 0.2]]
+    assert list(axes.lines[0].get_xdata()) == [1, 2]
+
+
+def test_adaptation_is_shown_by_step_and_by_distance():
+    rows = [
+        {"arm": arm, "seed": seed, "step": step, "kl": 0.1 * step, "acceptance_length": 2.0 + step}
+        for arm in ("frozen", "online")
+        for seed in (0, 1)
+        for step in (1, 2)
+    ]
+    left, right = draw_adaptation(rows).axes
+    assert [list(line.get_xdata()) for line in left.lines] == [[1, 2]] * 4
+    assert [list(line.get_ydata()) for line in right.lines] == [[3.0, 4.0]] * 4
+    assert [text.get_text() for text in left.get_legend().get_texts()] == ["frozen", "online"]
 
 
 def test_costs_stand_beside_their_floors():

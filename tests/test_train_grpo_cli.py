@@ -99,6 +99,8 @@ def test_prompts_longer_than_the_cache_are_refused(refused, models):
         ("--warmup.data more.jsonl", "--data, --eval-data, --reward and --warmup.data belong to --task jsonl"),
         ("--warmup.focus 1.5", "--warmup.focus is 1.5; choose a share from 0 to 1"),
         ("--draft.unroll 0", "--draft.unroll is 0; it must be at least 1"),
+        ("--draft.tolerance -0.1", "--draft.tolerance is -0.1; choose a share from 0 to below 1"),
+        ("--draft.average 1", "--draft.average is 1.0; choose a share from 0 to below 1"),
         ("--draft.batch 10", "10 sequences .* do not split into microbatches of 4"),
         (
             "--draft.batch 24",

@@ -16,6 +16,7 @@ from jaxtyping import Array, Float, Int
 
 from specrl_jax.drafters.draft_losses import DraftBatch, DraftLossConfig
 from specrl_jax.drafters.heads import HeadConfig, HeadParams, head_counts, head_loss
+from specrl_jax.errors import InputError
 from specrl_jax.models.numerics import isolated
 from specrl_jax.models.params import PolicyParams
 from specrl_jax.parallel.mesh import DATA
@@ -33,6 +34,23 @@ class DraftExamples:
     lengths: Int[Array, "b"]
 
 
+@struct.dataclass
+class DraftOptState:
+    """What the training of a head carries besides the weights that draft.
+
+    optimizer: its own state.
+    weights, mean: those that are trained, where an average drafts, and that average in float32, which a small step must
+        not be rounded out of; else None.
+    best, recent: acceptance lengths, by which a stale head is found; 0 before there are any.
+    """
+
+    optimizer: Any
+    weights: Any
+    mean: Any
+    best: Float[Array, ""]
+    recent: Float[Array, ""]
+
+
 @dataclass(frozen=True)
 class DraftTraining:
     """How the head is trained.
@@ -42,6 +60,9 @@ class DraftTraining:
     loss: unroll and weights of its steps.
     optimizer: the head's own, clip included.
     microbatch: sequences per microbatch.
+    average: share that the served weights keep of themselves at every update, an exponential moving average of the
+        trained ones; 0 to serve the trained ones.
+    tolerance: train only while the acceptance length is below its best by more than this share; 0 to train always.
     """
 
     scorer: Scorer
@@ -49,10 +70,21 @@ class DraftTraining:
     loss: DraftLossConfig
     optimizer: OptimizerConfig
     microbatch: MicrobatchConfig
+    average: float = 0.0
+    tolerance: float = 0.0
 
-    def init(self, params: HeadParams) -> Any:
-        """Optimizer state of a head."""
-        return self._optimizer.init(params.weights)
+    def __post_init__(self) -> None:
+        for name in ("average", "tolerance"):
+            if not 0.0 <= getattr(self, name) < 1.0:
+                raise InputError(f"draft {name} is {getattr(self, name)}; choose a share from 0 to below 1")
+
+    def init(self, params: HeadParams) -> DraftOptState:
+        """The state of a head before its first update."""
+        weights, mean = None, None
+        if self.average:
+            weights, mean = params.weights, jax.tree.map(lambda x: x.astype(jnp.float32), params.weights)
+        none = jnp.float32(0.0)
+        return DraftOptState(self._optimizer.init(params.weights), weights, mean, none, none)
 
     @property
     def _optimizer(self) -> optax.GradientTransformation:
@@ -71,31 +103,74 @@ class DraftTraining:
         return DraftExamples(batch, ordered.lengths)
 
     def update(
-        self, params: HeadParams, opt_state: Any, embed: Float[Array, "v d"], examples: DraftExamples
-    ) -> tuple[HeadParams, Any, dict[str, Array]]:
-        """One optimizer step, gradients summed over the mesh's data axis.
+        self,
+        params: HeadParams,
+        state: DraftOptState,
+        embed: Float[Array, "v d"],
+        examples: DraftExamples,
+        accepted: Float[Array, ""] | None = None,
+    ) -> tuple[HeadParams, DraftOptState, dict[str, Array]]:
+        """One optimizer step, gradients summed over the mesh's data axis; none where the head drafts well enough.
+
+        Args:
+            params, state: of the head.
+            embed: the policy's embedding.
+            examples: what the head learns from.
+            accepted: acceptance length of the newest rollout, the same on all devices; None offline.
 
         Returns:
-            The head, its optimizer state, and `draft_loss`, `draft_grad_norm`, and per step of the
-            unroll `draft_agreement` and `draft_overlap`.
+            The head, its state, and `draft_loss`, `draft_grad_norm`, per step of the unroll `draft_agreement` and
+            `draft_overlap`, and where it may be left out whether there was an update, `draft_updated` (the others are
+            NaN where there was none).
         """
+        if accepted is None or not self.tolerance:
+            return self._update(params, state, embed, examples)
+        recent = jnp.where(state.best > 0.0, 0.5 * (state.recent + accepted), accepted)
+        # What was best fades: a policy that has become less certain allows no more than it allows.
+        best = jnp.maximum(recent, 0.99 * state.best)
+        state = dataclasses.replace(state, best=best, recent=recent)
+
+        def train(params: HeadParams, state: DraftOptState) -> Any:
+            return self._update(params, state, embed, examples)
+
+        def leave(params: HeadParams, state: DraftOptState) -> Any:
+            shapes = jax.eval_shape(train, params, state)[2]
+            return params, state, jax.tree.map(lambda x: jnp.full(x.shape, jnp.nan, x.dtype), shapes)
+
+        stale = recent < (1.0 - self.tolerance) * best
+        params, state, report = lax.cond(stale, train, leave, params, state)
+        return params, state, report | {"draft_updated": stale.astype(jnp.float32)}
+
+    def _update(
+        self, params: HeadParams, state: DraftOptState, embed: Float[Array, "v d"], examples: DraftExamples
+    ) -> tuple[HeadParams, DraftOptState, dict[str, Array]]:
+        weights = state.weights if self.average else params.weights
         counts = lax.psum(head_counts(self.head, params, examples.batch, self.loss), DATA)
 
         def gradients(weights: Any, micro: DraftBatch) -> tuple[Any, Any]:
             value = jax.value_and_grad(head_loss, has_aux=True)
             return value(weights, params, embed, micro, self.head, self.loss, counts), ()
 
-        sums, _ = over_microbatches(gradients, params.weights, examples.batch, examples.lengths, self.microbatch)
+        sums, _ = over_microbatches(gradients, weights, examples.batch, examples.lengths, self.microbatch)
         (loss, metrics), grads = lax.psum(sums, DATA)
 
-        def apply(weights: Any, opt_state: Any, grads: Any) -> Any:
-            return apply_gradients(self._optimizer, weights, opt_state, grads)
+        def apply(weights: Any, optimizer: Any, grads: Any) -> Any:
+            return apply_gradients(self._optimizer, weights, optimizer, grads)
 
-        weights, opt_state, norm = isolated(apply, params.weights, opt_state, grads)
+        weights, optimizer, norm = isolated(apply, weights, state.optimizer, grads)
+        state = dataclasses.replace(state, optimizer=optimizer)
+        if self.average:
+            mean = isolated(self._averaged, state.mean, weights)
+            state = dataclasses.replace(state, weights=weights, mean=mean)
+            weights = jax.tree.map(lambda x, like: x.astype(like.dtype), mean, weights)
         report = {
             "draft_loss": loss,
             "draft_grad_norm": norm,
             "draft_agreement": metrics.agreement,
             "draft_overlap": metrics.overlap,
         }
-        return dataclasses.replace(params, weights=weights), opt_state, jax.tree.map(jnp.asarray, report)
+        return dataclasses.replace(params, weights=weights), state, jax.tree.map(jnp.asarray, report)
+
+    def _averaged(self, mean: Any, weights: Any) -> Any:
+        keep = self.average
+        return jax.tree.map(lambda m, x: keep * m + (1.0 - keep) * x.astype(jnp.float32), mean, weights)

@@ -319,10 +319,16 @@ class GrpoStep:
         groups = sums.pop("zero_advantage_groups")
         return {name: total / count for name, total in sums.items()} | {"zero_advantage_groups": groups}
 
-    def update_drafter(self, state: GrpoState, examples: DraftExamples | None) -> tuple[GrpoState, dict[str, Array]]:
+    def update_drafter(
+        self, state: GrpoState, trajectory: Trajectory, examples: DraftExamples | None
+    ) -> tuple[GrpoState, dict[str, Array]]:
         """One optimizer step of the draft head; the state as it is where the head is not trained."""
         head = head_of(state.draft)
         if self.drafting is None or examples is None or head is None:
             return state, {}
-        head, opt_state, metrics = self.drafting.update(head, state.draft_opt_state, state.params.embed, examples)
+        stats = trajectory.stats
+        accepted = 1.0 + stats.accepted.astype(jnp.float32) / jnp.maximum(stats.rounds, 1).astype(jnp.float32)
+        head, opt_state, metrics = self.drafting.update(
+            head, state.draft_opt_state, state.params.embed, examples, accepted
+        )
         return dataclasses.replace(state, draft=with_head(state.draft, head), draft_opt_state=opt_state), metrics

@@ -98,7 +98,7 @@ class GrpoProgram:
         trajectory = self.step.rollout(state, prompts)
         rewards = self._reward(state, problems, trajectory)
         state, metrics, examples = self.step.update(state, trajectory, self.step.prepare(state, trajectory), rewards)
-        state, draft_metrics = self.step.update_drafter(state, examples)
+        state, draft_metrics = self.step.update_drafter(state, trajectory, examples)
         return state, (metrics | draft_metrics, trajectory, rewards)
 
     def scanned(self, steps: int) -> Any:
@@ -155,6 +155,9 @@ class GrpoProgram:
         return over_mesh(self.mesh, self.step.update, specs, (P(), P(), P(DATA)))
 
     @cached_property
-    def update_drafter(self) -> Callable[[GrpoState, DraftExamples | None], tuple[GrpoState, dict[str, Array]]]:
+    def update_drafter(
+        self,
+    ) -> Callable[[GrpoState, Trajectory, DraftExamples | None], tuple[GrpoState, dict[str, Array]]]:
         """One step of the draft head."""
-        return over_mesh(self.mesh, self.step.update_drafter, (P(), P(DATA)), (P(), P()))
+        specs = (P(), trajectory_specs(P(DATA)), P(DATA))
+        return over_mesh(self.mesh, self.step.update_drafter, specs, (P(), P()))

@@ -197,7 +197,7 @@ class GrpoRun:
             rewards = clock("time_reward_s", self._host_reward, state, problems, trajectory, judge)
         prepared = clock("time_logprob_s", program.prepare, state, trajectory)
         new_state, metrics, examples = clock("time_update_s", program.update, state, trajectory, prepared, rewards)
-        new_state, draft_metrics = clock("time_draft_update_s", program.update_drafter, new_state, examples)
+        new_state, draft_metrics = clock("time_draft_update_s", program.update_drafter, new_state, trajectory, examples)
         times = clock.seconds | {"time_step_s": sum(clock.seconds.values())}
         # Prefill is part of the rollout; alone it is timed beside the step.
         clock("time_prefill_s", program.prefill, state, prompts)

@@ -221,22 +221,3 @@ def draw_losslessness(rows: Rows, costs: Rows) -> Figure:
     if costs:
         right.legend()
     return figure
-
-
-def draw_acceptance_by_rule(rows: Rows) -> Figure:
-    """Acceptance length with its 95% interval by rule, a group per temperature."""
-    figure = Figure(figsize=(9, 4), layout="constrained")
-    axes = figure.subplots()
-    rules = list(dict.fromkeys(row["rule"] for row in rows))
-    temperatures = list(dict.fromkeys(row["temperature"] for row in rows))
-    width = 0.8 / len(rules)
-    for i, rule in enumerate(rules):
-        own = [row for row in rows if row["rule"] == rule]
-        places = [temperatures.index(row["temperature"]) + (i - (len(rules) - 1) / 2) * width for row in own]
-        heights, errors = ([row[name] for row in own] for name in ("acceptance_length", "ci95"))
-        axes.bar(places, heights, width, yerr=errors, color=COLORS[i % len(COLORS)], label=rule)
-    axes.set_xticks(range(len(temperatures)), [f"temperature {t:g}" for t in temperatures])
-    axes.set_ylabel("tokens per round")
-    axes.set_ylim(1, None)
-    figure.legend(loc="outside right upper")
-    return figure

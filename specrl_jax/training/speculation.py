@@ -59,3 +59,11 @@ def response_metrics(trajectory: Trajectory) -> dict[str, Any]:
         "policy_forwards_per_sequence": int(trajectory.stats.steps) / max(len(lengths), 1),
     }
     return figures | speculation_metrics(trajectory.stats)
+
+
+def acceptance_figures(trajectory: Trajectory) -> dict[str, Any]:
+    """What a table of acceptance says of a trajectory on the host; `ci95` is that of the acceptance length."""
+    length, half_width = acceptance_interval(trajectory.stats)
+    metrics = response_metrics(trajectory)
+    names = ("survival_per_position", "conditional_acceptance", "entropy", "response_tokens")
+    return {"acceptance_length": length, "ci95": half_width} | {name: metrics.get(name) for name in names}

@@ -1,0 +1,132 @@
+"""How many drafts are accepted, by task, temperature and kind of drafts, and how fast that falls with depth.
+
+A policy answers held-out prompts of every file of `--data` (or of the arithmetic task) at every temperature, once per
+kind of drafts; nothing is timed. `survival_per_position` is the share of rounds that accepted the draft at each depth,
+`conditional_acceptance` the share of those that came so far.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from experiments.common import Run, RunOptions, check_least, progress, run_main
+from experiments.inference import Model, ModelFlags, ModelOptions, ProblemOptions, open_model, open_problems
+from experiments.outputs import check_output, markdown_table, open_output, provenance, write_results
+from experiments.rollout_options import Drafts, drafter_for
+from specrl_jax.data.prompts import Prompts
+from specrl_jax.drafters.combined import params_for
+from specrl_jax.errors import InputError
+from specrl_jax.rollout.config import RolloutConfig
+from specrl_jax.rollout.engine import RolloutEngine
+from specrl_jax.rollout.sampling import SamplingLaw
+from specrl_jax.training.acceptance_plots import draw_acceptance_bars
+from specrl_jax.training.metrics import write_json
+from specrl_jax.training.sampling import Sampler, sample_all
+from specrl_jax.training.speculation import acceptance_figures
+from specrl_jax.training.workloads import end_ids
+
+SCRIPT = "acceptance_by_task"
+
+
+@dataclass(frozen=True)
+class Config:
+    """Options of the table."""
+
+    run: Run = RunOptions()
+    model: ModelFlags = ModelOptions()
+    task: Literal["arithmetic", "jsonl"] | None = None
+    data: tuple[str, ...] = ()
+    """Files with prompts of a jsonl task, each a task of its own."""
+    problems: int = 64
+    """Held-out prompts of each task: the last of a file."""
+    samples: int = 4
+    """Responses to each prompt, among which suffix drafts look."""
+    temperatures: tuple[float, ...] = (0.6, 1.0, 1.2)
+    drafts: tuple[Drafts, ...] = ("head", "ngram", "suffix", "head+suffix")
+    draft_length: int = 7
+    max_prompt_tokens: int = 256
+    max_new_tokens: int = 192
+    together: int = 256
+    """Responses rolled out at the same time."""
+
+    def __post_init__(self) -> None:
+        check_least("", self, problems=1, samples=1, draft_length=1, max_prompt_tokens=1, together=1)
+        for temperature in self.temperatures:
+            _ = SamplingLaw(temperature)
+        if not self.temperatures or not self.drafts:
+            raise InputError("--temperatures and --drafts must name at least one each")
+        if self.task is not None and (self.task == "jsonl") != bool(self.data):
+            raise InputError("--data belongs to --task jsonl; give both")
+
+    @property
+    def mesh(self) -> str:
+        """Devices asked for."""
+        return self.model.mesh
+
+
+SMOKE = {
+    "task": "arithmetic",
+    "problems": 4,
+    "samples": 2,
+    "temperatures": (1.0,),
+    "drafts": ("head", "suffix"),
+    "draft_length": 3,
+    "max_new_tokens": 16,
+}
+PRESETS: dict[str, Mapping[str, Any]] = {"cpu": {}, "gpu": {"max_new_tokens": 2048, "problems": 256}, "smoke": SMOKE}
+
+
+def open_tasks(config: Config, model: Model) -> dict[str, Prompts]:
+    """Held-out prompts by task; InputError where they cannot be read."""
+    stems = [Path(path).stem for path in config.data]
+    names = stems if len(set(stems)) == len(stems) else config.data
+    sources: list[tuple[str, str | None]] = [*zip(names, config.data, strict=True)]
+    tasks = {}
+    for name, path in sources or [("arithmetic", None)]:
+        options = ProblemOptions(config.task, path, max_prompt_tokens=config.max_prompt_tokens)
+        tasks[name] = open_problems(options, model.tokenizer).held_out("dev", config.problems)[0]
+    return tasks
+
+
+def engine_of(config: Config, model: Model, drafts: Drafts, temperature: float) -> RolloutEngine:
+    """The rollout of a row."""
+    law = SamplingLaw(temperature, end_ids=end_ids(model.tokenizer))
+    settings = RolloutConfig(config.max_new_tokens, config.samples, config.draft_length, law)
+    return RolloutEngine(model.policy, settings, model.numerics, drafter_for(drafts, model.drafter))
+
+
+def main(config: Config) -> None:
+    """Check everything, roll out, write and print."""
+    inputs = {f"data-{i}": path for i, path in enumerate(config.data)}
+    check_output(config.run, SCRIPT, policy=config.model.policy, drafter=config.model.drafter, **inputs)
+    model = open_model(config.model, config.run, config.problems)
+    if model.drafter is None and any("head" in drafts for drafts in config.drafts):
+        raise InputError("--drafter is missing; give the draft head, or --drafts without it")
+    tasks = open_tasks(config, model)
+    cases = [(name, t, drafts) for name in tasks for t in config.temperatures for drafts in config.drafts]
+    for name, temperature, drafts in cases:
+        engine_of(config, model, drafts, temperature).check_prompt_width(tasks[name].tokens.shape[1])
+    out = open_output(config.run, config, SCRIPT)
+    model = model.initialised(config.run.seed)
+    assert model.params is not None
+    table: list[dict[str, Any]] = []
+    with progress("rollouts", len(cases)) as advance:
+        for name, temperature, drafts in cases:
+            engine = engine_of(config, model, drafts, temperature)
+            batch = max(1, config.together // config.samples)
+            sampler = Sampler(engine, model.mesh, "evaluation", config.run.seed, batch)
+            trajectory = sample_all(sampler, model.params, params_for(engine.drafter, model.draft), tasks[name])
+            row = {"prompts": name, "temperature": temperature, "drafts": drafts, "draft_length": config.draft_length}
+            table.append(row | acceptance_figures(trajectory))
+            advance(1, f"{name} at {temperature}, {drafts}: {table[-1]['acceptance_length']:.2f}")
+    source = provenance(config.run.seed) | {"policy": config.model.policy, "drafter": config.model.drafter}
+    write_results(out, table, "Acceptance by task", source)
+    write_json(out / "summary.json", {"best": max(row["acceptance_length"] for row in table)} | source)
+    labelled = [row | {"group": f"{row['prompts']}\n{row['temperature']:g}"} for row in table]
+    draw_acceptance_bars(labelled, "group", "drafts").savefig(out / "acceptance_by_task.png", dpi=120)
+    print(markdown_table(table), flush=True)
+
+
+if __name__ == "__main__":
+    run_main(main, Config, PRESETS)

@@ -1,0 +1,91 @@
+"""The tables of drafters at their smallest: every row is there, and what cannot be made is refused."""
+
+import json
+
+import pytest
+from scripts import SCRIPTS, refusal, run_script, write_models
+
+pytestmark = pytest.mark.ci
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    return write_models(tmp_path_factory.mktemp("models"))
+
+
+def rows_of(monkeypatch, name, out, *argv):
+    run_script(monkeypatch, SCRIPTS[name], "--preset", "smoke", *argv, "--out", out)
+    return json.loads((out / "results.json").read_text())["rows"]
+
+
+def test_acceptance_by_task_has_a_row_per_prompts_temperature_and_drafts(monkeypatch, tmp_path, models):
+    data = tmp_path / "sums.jsonl"
+    data.write_text("".join(json.dumps({"prompt": f"{i}+{i}=", "answer": str(2 * i)}) + "\n" for i in range(4)))
+    given = ("--policy", models / "policy", "--drafter", models / "drafter", "--task", "jsonl", "--data", data)
+    rows = rows_of(monkeypatch, "acceptance_by_task", tmp_path / "out", *given, "--mesh", "data=1")
+    assert [(row["prompts"], row["temperature"], row["drafts"]) for row in rows] == [
+        ("sums", 1.0, "head"),
+        ("sums", 1.0, "suffix"),
+    ]
+    for row in rows:
+        assert row["acceptance_length"] == pytest.approx(1 + sum(row["survival_per_position"]))
+    # The drafts change no token.
+    assert len({row["response_tokens"] for row in rows}) == 1
+
+
+def test_acceptance_by_depth_has_a_row_per_head(monkeypatch, tmp_path):
+    rows = rows_of(monkeypatch, "acceptance_by_depth", tmp_path / "out", "--mesh", "data=1")
+    assert [(row["loss"], row["unroll"]) for row in rows] == [("kl", 2), ("lk", 2), ("kl", 1)]
+    assert all(len(row["conditional_acceptance"]) == row["draft_length"] for row in rows)
+
+
+def test_draft_methods_stand_side_by_side(monkeypatch, tmp_path):
+    rows = rows_of(monkeypatch, "draft_methods", tmp_path / "out")
+    assert [row["method"] for row in rows] == [
+        "none",
+        "n-gram",
+        "suffix, siblings",
+        "suffix, siblings and last epoch",
+        "EAGLE-3",
+        "block",
+        "EAGLE-3 and suffix",
+    ]
+    for row in rows[1:]:
+        assert (
+            (row["training_seconds"] > 0)
+            == (row["parameters"] > 0)
+            == ("EAGLE" in row["method"] or row["method"] == "block")
+        )
+        assert row["acceptance_length"] >= 1.0
+        assert row["paid_back"] is None or row["paid_back"] >= 0.0
+
+
+def test_online_adaptation_compares_heads_on_the_same_policy(monkeypatch, tmp_path):
+    rows = rows_of(monkeypatch, "online_adaptation", tmp_path / "out", "--mesh", "data=1")
+    assert [row["arm"] for row in rows] == ["frozen", "online"]
+    # Before anything was learned the heads are one, and the policy learns the same whoever drafts.
+    for field in ("start", "kl", "reward_before", "reward_after"):
+        assert rows[0][field] == rows[1][field]
+    assert rows[0]["kl"] > 0
+
+
+@pytest.mark.parametrize(
+    ("script", "argv", "sentence"),
+    [
+        ("acceptance_by_task", ("--task", "jsonl"), "--data belongs to --task jsonl; give both"),
+        ("acceptance_by_task", ("--draft-length", 0), "--draft-length is 0; it must be at least 1"),
+        ("acceptance_by_task", ("--temperatures", -1), "temperature is -1.0; choose a value from 0"),
+        ("acceptance_by_depth", ("--seeds", 1), "--seeds is 1; it must be at least 2"),
+        ("acceptance_by_depth", ("--measured", 0), "--losses and --measured must name at least one each"),
+        ("acceptance_by_depth", ("--drafter", "some"), "--drafter is made by the table; leave it out"),
+        ("draft_methods", ("--rows", 0), "--rows must name at least one number, all of them at least 1"),
+        ("draft_methods", ("--head.kind", "block"), "--drafter and --head.kind are chosen by the table"),
+        ("online_adaptation", ("--averages", 1.5), "--averages is (1.5,); choose shares between 0 and 1"),
+        ("online_adaptation", ("--draft-length", 0), "are chosen by the table"),
+        ("online_adaptation", ("--drafter", "some"), "--drafter was made for a policy; give that --policy too"),
+    ],
+)
+def test_bad_input_is_refused(monkeypatch, capsys, tmp_path, script, argv, sentence):
+    out = tmp_path / "out"
+    assert sentence in refusal(monkeypatch, capsys, SCRIPTS[script], "--preset", "smoke", *argv, "--out", out)
+    assert not out.exists()

@@ -5,13 +5,16 @@ step of the engine, and the bare matrix products of both: `step_over_bare` count
 `step_over_products` those of attention with keys and values too. `floor` is the products of the verify and of the draft
 steps over those of an autoregressive step; `round_cost` is the measured round over the measured step;
 `over_floor` is the one over the other. The parts of a round are timed by themselves: drafting, the policy's
-forward, drawing; bookkeeping is what remains.
+forward, drawing; bookkeeping is what remains. `draft_over_least` is the time of drafting over that of the least drafts.
+With `--drafts ngram`, `suffix` or `block` the floor is that of the verify alone; a block drafter has random weights
+(every draft survives with the same probability whoever made it).
 """
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
+import jax
 import jax.numpy as jnp
 import tyro
 
@@ -30,6 +33,9 @@ from experiments.bench_work import endless_law
 from experiments.common import Run, RunOptions, check_least, progress, run_main
 from experiments.expand import Pair
 from experiments.outputs import check_output, markdown_table, open_output, provenance, write_results
+from specrl_jax.drafters.block import BlockDrafter
+from specrl_jax.drafters.block_params import BlockConfig, init_block
+from specrl_jax.drafters.suffix import SuffixDrafter
 from specrl_jax.errors import InputError
 from specrl_jax.models.numerics import Numerics
 from specrl_jax.models.policy import forward, grid_batch
@@ -53,6 +59,8 @@ class Config(OneDevice):
     rows: tuple[int, ...] = (1, 4, 8, 16)
     draft_lengths: tuple[int, ...] = (1, 3, 5, 7)
     contexts: tuple[int, ...] = (256,)
+    drafts: Literal["head", "ngram", "suffix", "block"] = "head"
+    """Where drafts come from."""
     survival: float = 0.766
     """Probability of each further draft to be accepted, so that lengths grow as they would."""
     repeats: int = 15
@@ -78,21 +86,48 @@ PRESETS: dict[str, Mapping[str, Any]] = {
 }
 
 
-def engine_of(pair: Pair, draft_length: int, survival: float) -> RolloutEngine:
+@dataclass(frozen=True)
+class Drafting:
+    """Where drafts come from, and its parameters."""
+
+    drafter: Any
+    params: Any
+
+
+def drafting_of(config: Config, pair: Pair) -> Drafting:
+    """The pair's head, or what `--drafts` names in its place."""
+    if config.drafts == "head":
+        return Drafting(drafter_of(pair), pair.draft)
+    if config.drafts in ("ngram", "suffix"):
+        return Drafting(SuffixDrafter(siblings=config.drafts == "suffix"), None)
+    assert pair.head is not None
+    block = BlockConfig(
+        backbone=replace(pair.policy, family="qwen3", num_layers=1, tie_embeddings=False),
+        draft_vocab_size=pair.head.draft_vocab_size,
+        boundaries=pair.head.boundaries,
+        block_size=max(2, *config.draft_lengths),
+        mask_token_id=0,
+        sample_from_anchor=True,
+        markov_rank=64,
+    )
+    return Drafting(BlockDrafter(block), init_block(jax.random.key(config.run.seed), block, pair.params))
+
+
+def engine_of(pair: Pair, drafter: Any, draft_length: int, survival: float) -> RolloutEngine:
     """An engine whose rows never end while they are timed."""
     room = 64 * (draft_length + 1)
     rollout = RolloutConfig(room, 1, draft_length, endless_law(room), SyntheticMatch(survival=survival))
-    return RolloutEngine(pair.policy, rollout, Numerics(), drafter_of(pair) if draft_length else None)
+    return RolloutEngine(pair.policy, rollout, Numerics(), drafter if draft_length else None)
 
 
-def round_call(pair: Pair, engine: RolloutEngine, rows: int, context: int) -> Callable[[], float]:
+def round_call(pair: Pair, engine: RolloutEngine, draft: Any, rows: int, context: int) -> Callable[[], float]:
     """Rounds of the engine."""
     batch = standing_batch(engine, rows, context)
     rounds = timed_rounds(lambda p, d, b: engine.round(p, d, b)[0], batch, ROUNDS)
-    return lambda: rounds(pair.params, pair.draft if engine.speculative else None)
+    return lambda: rounds(pair.params, draft if engine.speculative else None)
 
 
-def part_calls(pair: Pair, engine: RolloutEngine, rows: int, context: int) -> dict[str, Callable[[], float]]:
+def part_calls(pair: Pair, engine: RolloutEngine, params: Any, rows: int, context: int) -> dict[str, Any]:
     """Drafting, forward and drawing of one round, by themselves."""
     batch = standing_batch(engine, rows, context)
     tree, standing = engine.config.tree, batch.rows
@@ -113,9 +148,8 @@ def part_calls(pair: Pair, engine: RolloutEngine, rows: int, context: int) -> di
         return replace(batch, pool=batch.pool.with_cache(out.cache), rows=replace(batch.rows, last_token=newest))
 
     def draft(draft: Any, newest: Any) -> Any:
-        state = replace(
-            standing.drafter, hidden=standing.drafter.hidden + newest[:, None].astype(standing.drafter.hidden.dtype)
-        )
+        # Tied to the trip, so that it is not drafted once for all of them.
+        state, draft, _ = jax.lax.optimization_barrier((standing.drafter, draft, newest))
         return engine._propose(pair.params, draft, replace(standing, drafter=state), batch.trajectory).token[:, -1] % 2
 
     def draw(params: Any, newest: Any) -> Any:
@@ -128,7 +162,7 @@ def part_calls(pair: Pair, engine: RolloutEngine, rows: int, context: int) -> di
 
     whole = timed_rounds(forwards, batch, ROUNDS)
     return {
-        "draft": timed(trips(draft), pair.draft, standing.last_token),
+        "draft": timed(trips(draft), params, standing.last_token),
         "forward": lambda: whole(pair.params, None),
         "draw": timed(trips(draw), pair.params, standing.last_token),
     }
@@ -138,19 +172,20 @@ def measure(pair: Pair, config: Config, rows: int, context: int) -> list[dict[st
     """A row of the table per draft length, all timed in turn."""
     dtype = jnp.dtype(pair.policy.dtype)
     bare_step, bare_draft = bare_calls(pair, rows)
-    step = engine_of(pair, 0, config.survival)
-    calls = {"step": round_call(pair, step, rows, context), "bare step": bare_step, "bare draft": bare_draft}
+    drafting = drafting_of(config, pair)
+    step = engine_of(pair, None, 0, config.survival)
+    calls = {"step": round_call(pair, step, None, rows, context), "bare step": bare_step, "bare draft": bare_draft}
     heads, groups = pair.policy.num_heads, pair.policy.num_kv_heads
     shape = (rows, groups, context, pair.policy.head_dim)
     caches = tuple(jnp.ones(shape, dtype) for _ in range(pair.policy.num_layers))
     queries = jnp.ones((rows, groups, heads // groups, pair.policy.head_dim), dtype)
     calls["bare attention"] = timed(trips(bare_attention), caches, queries)
     for k in config.draft_lengths:
-        engine = engine_of(pair, k, config.survival)
-        calls[f"round {k}"] = round_call(pair, engine, rows, context)
+        engine = engine_of(pair, drafting.drafter, k, config.survival)
+        calls[f"round {k}"] = round_call(pair, engine, drafting.params, rows, context)
         calls[f"bare verify {k}"] = bare_calls(pair, rows * (k + 1))[0]
         if config.parts:
-            named = part_calls(pair, engine, rows, context)
+            named = part_calls(pair, engine, drafting.params, rows, context)
             calls |= {f"{name} {k}": call for name, call in named.items()}
     seconds = in_turn(calls, config.repeats)
     typical = {name: sorted(values)[len(values) // 2] for name, values in seconds.items()}
@@ -159,12 +194,14 @@ def measure(pair: Pair, config: Config, rows: int, context: int) -> list[dict[st
     table = []
     for k in config.draft_lengths:
         whole, verify = seconds[f"round {k}"], seconds[f"bare verify {k}"]
-        floor = (verify + k * seconds["bare draft"]) / seconds["bare step"]
+        steps = k if config.drafts == "head" else 0
+        floor = (verify + steps * seconds["bare draft"]) / seconds["bare step"]
         cost = ratio(whole, seconds["step"])
         over = ratio(whole / seconds["step"], floor)
-        row = {
+        row: dict[str, Any] = {
             "rows": rows,
             "context": context,
+            "drafts": config.drafts,
             "draft_length": k,
             "step_ms": 1e3 * typical["step"],
             "step_over_bare": of_step[0],
@@ -183,6 +220,8 @@ def measure(pair: Pair, config: Config, rows: int, context: int) -> list[dict[st
             parts = {name: 1e3 * typical[f"{name} {k}"] for name in ("draft", "forward", "draw")}
             row |= {f"{name}_ms": value for name, value in parts.items()}
             row["bookkeeping_ms"] = row["round_ms"] - sum(parts.values())
+            least = ratio(seconds[f"draft {k}"], seconds[f"draft {min(config.draft_lengths)}"])
+            row |= dict(zip(("draft_over_least", "draft_over_least_low", "draft_over_least_high"), least, strict=True))
             row["forward_over_bare"] = ratio(seconds[f"forward {k}"], verify)[0]
         table.append(row)
     return table

@@ -251,7 +251,7 @@ def main(config: Config) -> None:
     model = model.initialised(config.run.seed)
     assert model.params is not None
     stage = stage_of(config, model, drafter)
-    start = model.draft if config.model.drafter is not None else None
+    start: Any = model.draft if config.model.drafter is not None else None
     table = [] if start is None else measure(config, model, drafter, start, work, "before")
     key = jax.random.key(config.run.seed)
     draft = stage.train(model.params, work.train, key, out / "checkpoints" / "draft", start)

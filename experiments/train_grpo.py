@@ -358,7 +358,7 @@ def main(config: Config) -> None:
     if draft is None and config.trains_head:
         prompts = session.workload.draft_prompts(config.draft.prompts)
         draft = session.draft_stage.train(params, prompts, draft_key, out / "checkpoints" / "draft")
-        save_drafter(out / "drafter", session.drafter, draft)
+        save_drafter(out / "drafter", as_head(session.drafter), draft)
     start_from = Start(
         params, session_draft(session, draft, empty_history(session)), params if config.loss.kl_coef > 0 else None
     )

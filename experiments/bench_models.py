@@ -14,11 +14,15 @@ from experiments.expand import Pair, expand, load_pair, random_pair, size
 from specrl_jax.data.tokenizers import arithmetic_tokenizer, load_tokenizer
 from specrl_jax.drafters.eagle3 import Eagle3Drafter
 from specrl_jax.drafters.eagle3_folder import save_eagle3
+from specrl_jax.drafters.heads import DraftModel
+from specrl_jax.drafters.small_policy import SmallPolicyDrafter
+from specrl_jax.drafters.small_policy_folder import is_small_policy, load_small_policy
 from specrl_jax.errors import InputError
 from specrl_jax.models.config import Dtype
 from specrl_jax.models.expansion_shapes import SHAPES, Shape
-from specrl_jax.models.huggingface import save_policy
+from specrl_jax.models.huggingface import resolve_folder, save_policy
 from specrl_jax.models.tree import Tree
+from specrl_jax.models.weights import read_json
 from specrl_jax.rollout.rules import Match
 from specrl_jax.rollout.verification import Proposed
 
@@ -41,9 +45,9 @@ class ShapeOptions:
     policy: str | None = None
     """Folder of a small policy; by default random weights."""
     drafter: str | None = None
-    """Folder of its draft head."""
+    """Folder of its draft head; bench_rollout and draft_length also take a small policy, which keeps its size."""
     shape: str = "deep-95m"
-    """Size that both are expanded to, outputs unchanged: 25m, deep-95m, 0.6b, 1.7b, 4b or 8b."""
+    """Size that policy and head are expanded to, outputs unchanged: 25m, deep-95m, 0.6b, 1.7b, 4b or 8b."""
     dtype: Dtype = "float32"
 
     def __post_init__(self) -> None:
@@ -67,8 +71,30 @@ def open_expanded(options: ShapeOptions, seed: int) -> Pair:
     return expand(small, options.target, seed)
 
 
-def drafter_of(pair: Pair) -> Eagle3Drafter:
-    """The pair's draft head."""
+@dataclass(frozen=True, eq=False)
+class SmallPolicyPair(Pair):
+    """An expanded policy and a small policy at its own size: `draft`, its parameters, and `drafter`."""
+
+    draft: Any = None
+    drafter: SmallPolicyDrafter | None = None
+
+
+def open_expanded_or_small(options: ShapeOptions, seed: int) -> Pair:
+    """As `open_expanded`; a small policy in the head's place is taken as it is."""
+    source = options.drafter
+    if source is None or not is_small_policy(read_json(resolve_folder(source, "draft head") / "config.json")):
+        return open_expanded(options, seed)
+    assert options.policy is not None
+    large = load_pair(options.policy, None, options.target)
+    drafter, draft = load_small_policy(source, large.policy, load_tokenizer(options.policy))
+    large = expand(large, options.target, seed)
+    return SmallPolicyPair(large.params, large.policy, draft, drafter=drafter)
+
+
+def drafter_of(pair: Pair) -> DraftModel:
+    """What drafts."""
+    if isinstance(pair, SmallPolicyPair) and pair.drafter is not None:
+        return pair.drafter
     assert pair.head is not None
     return Eagle3Drafter(pair.head)
 
@@ -76,14 +102,16 @@ def drafter_of(pair: Pair) -> Eagle3Drafter:
 def save_pair(pair: Pair, options: ShapeOptions, folder: Path) -> None:
     """Write `folder`/policy and `folder`/drafter for a peer."""
     assert pair.draft is not None
+    assert pair.head is not None
     tokenizer = arithmetic_tokenizer() if options.policy is None else load_tokenizer(options.policy)
     save_policy(folder / "policy", pair.params, pair.policy, tokenizer)
-    save_eagle3(folder / "drafter", drafter_of(pair), pair.draft)
+    save_eagle3(folder / "drafter", Eagle3Drafter(pair.head), pair.draft)
 
 
 def parts_of(pair: Pair, options: ShapeOptions) -> dict[str, Any]:
     """Policy, drafter and vocabulary of a row of a table."""
-    assert pair.head is not None
+    drafter = drafter_of(pair)
+    ids = drafter.shared_vocab if isinstance(drafter, SmallPolicyDrafter) else drafter.config.draft_vocab_size
     return {
         "shape": options.shape,
         "source": options.policy or "random weights",
@@ -91,7 +119,7 @@ def parts_of(pair: Pair, options: ShapeOptions) -> dict[str, Any]:
         "policy_parameters": size(pair.params),
         "drafter_parameters": size(pair.draft),
         "vocabulary": pair.policy.vocab_size,
-        "draft_vocabulary": pair.head.draft_vocab_size,
+        "draft_vocabulary": ids,
     }
 
 

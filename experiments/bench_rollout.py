@@ -29,7 +29,7 @@ from experiments.bench_models import (
     SyntheticMatch,
     drafter_of,
     in_turn,
-    open_expanded,
+    open_expanded_or_small,
     parts_of,
     ratio,
 )
@@ -41,6 +41,7 @@ from experiments.rollout_options import Drafts, drafter_for
 from specrl_jax.drafters.combined import params_for
 from specrl_jax.errors import InputError
 from specrl_jax.models.numerics import Numerics
+from specrl_jax.models.params import PolicyParams
 from specrl_jax.rollout.config import RolloutConfig
 from specrl_jax.rollout.engine import RolloutEngine
 from specrl_jax.rollout.rules import Match, Rule
@@ -180,14 +181,18 @@ def adaptive_arm(engine: RolloutEngine, pair: Pair, draft: Any, work: Work, cont
 
 
 def random_head(draft: Any, seed: int) -> Any:
-    """The draft head with weights that mean nothing."""
-    leaves, tree = jax.tree.flatten(draft.weights)
+    """The draft model with weights that mean nothing."""
+    small = isinstance(draft, PolicyParams)
+    leaves, tree = jax.tree.flatten(draft if small else draft.weights)
     keys = jax.random.split(jax.random.key(seed), len(leaves))
     drawn = [0.05 * jax.random.normal(key, leaf.shape, leaf.dtype) for key, leaf in zip(keys, leaves, strict=True)]
-    return replace(draft, weights=jax.tree.unflatten(tree, drawn))
+    weights = jax.tree.unflatten(tree, drawn)
+    return weights if small else replace(draft, weights=weights)
 
 
-def measure(pair: Pair, config: Config, rows: int, work: Work, survival: float, floors: Floors) -> list[dict[str, Any]]:
+def measure(
+    pair: Pair, config: Config, rows: int, work: Work, survival: float, floors: Floors | None
+) -> list[dict[str, Any]]:
     """A row of the table per arm."""
     rows = min(rows, len(work.limits))
     rule = SyntheticMatch(survival=survival) if survival else Match()
@@ -214,7 +219,7 @@ def measure(pair: Pair, config: Config, rows: int, work: Work, survival: float, 
     while survival and survivals and len(survivals) < config.longest:
         survivals.append(survivals[-1] * survival)
     allowed = None
-    if config.drafts == "head":  # the floors are of a head
+    if config.drafts == "head" and floors is not None:  # the floors are of a head
         allowed = allowed_speedup(floors, lengths, rows, survivals, int(jnp.sum(work.prompts.lengths)))
     shared: dict[str, Any] = {
         "workload": config.work.task or ("synthetic" if survival else "random"),
@@ -254,9 +259,9 @@ def main(config: Config) -> None:
     check_output(config.run, SCRIPT, policy=config.model.policy, drafter=config.model.drafter, data=config.work.data)
     source = (config.model.policy, config.model.target.vocab_size, config.lengths, config.run.seed)
     works = {rows: make_work(config.work, config.sequences or rows, *source, config.samples) for rows in config.rows}
-    pair = open_expanded(config.model, config.run.seed)
+    pair = open_expanded_or_small(config.model, config.run.seed)
     out = open_output(config.run, config, SCRIPT)
-    floors = {rows: measure_floors(pair, rows, config.longest) for rows in config.rows}
+    floors = {rows: None if pair.head is None else measure_floors(pair, rows, config.longest) for rows in config.rows}
     cases = [(rows, survival) for survival in config.survival for rows in config.rows]
     table: list[dict[str, Any]] = []
     with progress("cases", len(cases)) as advance:

@@ -17,7 +17,7 @@ import jax
 import numpy as np
 import tyro
 
-from experiments.bench_models import OneDevice, ShapeOptions, SyntheticMatch, in_turn, open_expanded, parts_of
+from experiments.bench_models import OneDevice, ShapeOptions, SyntheticMatch, in_turn, open_expanded_or_small, parts_of
 from experiments.bench_rollout import Config as RolloutBench
 from experiments.bench_rollout import fixed_arm, rollout_of
 from experiments.bench_work import Work, WorkFlags, WorkOptions, make_work, noise_keys
@@ -139,7 +139,7 @@ def main(config: Config) -> None:
     check_output(config.run, SCRIPT, policy=config.model.policy, drafter=config.model.drafter, data=config.work.data)
     for rows in config.rows:  # refuses what cannot be worked on
         make_work(config.work, rows, config.model.policy, config.model.target.vocab_size, "equal", config.run.seed)
-    pair = open_expanded(config.model, config.run.seed)
+    pair = open_expanded_or_small(config.model, config.run.seed)
     out = open_output(config.run, config, SCRIPT)
     table: list[dict[str, Any]] = []
     cases = [(workload, rows) for workload in SURVIVAL for rows in config.rows]

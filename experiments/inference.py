@@ -1,4 +1,4 @@
-"""What `generate` and `evaluate` share: a policy with its draft head, problems, and timed sampling."""
+"""What `generate` and `evaluate` share: a policy with its drafter, problems, and timed sampling."""
 
 import time
 from dataclasses import dataclass, replace
@@ -19,7 +19,7 @@ from specrl_jax.data.prompts import Prompts
 from specrl_jax.data.tokenizers import arithmetic_tokenizer, load_tokenizer
 from specrl_jax.drafters.combined import params_for
 from specrl_jax.drafters.eagle3 import Eagle3Drafter
-from specrl_jax.drafters.heads import HeadDrafter, HeadParams, for_policy, init_head, load_drafter
+from specrl_jax.drafters.heads import DraftModel, DraftModelParams, as_head, for_policy, init_head, load_drafter
 from specrl_jax.errors import InputError
 from specrl_jax.models.config import Dtype, PolicyConfig
 from specrl_jax.models.huggingface import check_tokenizer_fits, load_config, load_policy
@@ -43,7 +43,7 @@ class ModelOptions:
     policy: str | None = None
     """Folder or hub name of the policy; only --preset smoke does without and takes random weights."""
     drafter: str | None = None
-    """Folder or hub name of the policy's draft head; without one nothing is drafted."""
+    """Folder or hub name of a draft head, or of a small policy with the same tokenizer; without, nothing is drafted."""
     dtype: Dtype | None = None
     """Type of the policy's weights; by default that of its config.json."""
     numerics: Literal["auto", "invariant", "plain"] = "auto"
@@ -110,10 +110,10 @@ ProblemFlags = Annotated[ProblemOptions, tyro.conf.arg(name="")]
 
 @dataclass(frozen=True, eq=False)
 class Model:
-    """A policy and its draft head.
+    """A policy and its drafter.
 
     params, draft: their weights; None where random ones are still to be drawn (`initialised`).
-    drafter: None without a draft head.
+    drafter: a draft head or a small policy, or None.
     """
 
     mesh: Mesh
@@ -121,8 +121,8 @@ class Model:
     tokenizer: PreTrainedTokenizerFast
     policy: PolicyConfig
     params: PolicyParams | None
-    drafter: HeadDrafter | None
-    draft: HeadParams | None
+    drafter: DraftModel | None
+    draft: DraftModelParams | None
 
     def engine(self, sampling: SamplingOptions) -> RolloutEngine:
         """The rollout engine; InputError when an option is out of range or does not fit the policy."""
@@ -149,7 +149,7 @@ class Model:
         params = init_params(policy_key, self.policy) if self.params is None else self.params
         draft = self.draft
         if self.drafter is not None and draft is None:
-            draft = init_head(draft_key, self.drafter.config, params)
+            draft = init_head(draft_key, as_head(self.drafter).config, params)
         params, draft = jax.device_put((params, draft), NamedSharding(self.mesh, P()))
         return replace(self, params=params, draft=draft)
 
@@ -160,7 +160,7 @@ def check_run(run: RunOptions, script: str, model: ModelOptions, problem: Proble
 
 
 def open_model(options: ModelOptions, run: RunOptions, prompts: int) -> Model:
-    """Load a policy and its draft head for so many prompts; nothing is compiled.
+    """Load a policy and its drafter for so many prompts; nothing is compiled.
 
     Raises:
         InputError: a folder is missing or damaged, its parts do not belong together, or there is no such mesh.
@@ -173,7 +173,7 @@ def open_model(options: ModelOptions, run: RunOptions, prompts: int) -> Model:
     policy = load_config(options.policy)
     tokenizer = load_tokenizer(options.policy)
     check_tokenizer_fits(tokenizer, policy)
-    drafter, draft = load_drafter(options.drafter, policy) if options.drafter else (None, None)
+    drafter, draft = load_drafter(options.drafter, policy, tokenizer) if options.drafter else (None, None)
     params, policy = load_policy(options.policy, options.dtype)
     if drafter is not None and draft is not None:
         drafter, draft = for_policy(drafter, draft, params)

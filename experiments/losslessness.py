@@ -46,9 +46,11 @@ from experiments.probe_drafters import Adversary, corrupted
 from specrl_jax.drafters.heads import init_head
 from specrl_jax.drafters.protocol import Drafter
 from specrl_jax.drafters.replay import Replay, ReplayDrafter
+from specrl_jax.drafters.small_policy import SmallPolicyDrafter
 from specrl_jax.errors import InputError
 from specrl_jax.models.config import Dtype
 from specrl_jax.models.numerics import Numerics
+from specrl_jax.models.params import init_params
 from specrl_jax.models.tree import Tree
 from specrl_jax.rl.microbatches import MicrobatchConfig
 from specrl_jax.rl.scoring import Scorer
@@ -149,9 +151,12 @@ def drafters_of(model: Model, config: Config, reference: Trajectory) -> dict[str
     """The drafters of the arms by name, with their parameters for a batch of sequences."""
     assert model.params is not None
     assert model.drafter is not None
-    head = model.drafter.config
-    ids = np.arange(head.draft_vocab_size)
-    random = init_head(jax.random.key(config.run.seed + 7), head, model.params, ids)
+    key, random = jax.random.key(config.run.seed + 7), model.draft
+    if isinstance(model.drafter, SmallPolicyDrafter):
+        random = init_params(key, model.drafter.config)
+    else:
+        head = model.drafter.config
+        random = init_head(key, head, model.params, np.arange(head.draft_vocab_size))
     tokens = corrupted(np.asarray(reference.tokens), config.corruption, model.policy.vocab_size, config.run.seed)
 
     def replay(rows: Any) -> Replay:

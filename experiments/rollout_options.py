@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 import tyro
 
 from specrl_jax.drafters.combined import CombinedDrafter
-from specrl_jax.drafters.heads import HeadDrafter
+from specrl_jax.drafters.heads import DraftModel
 from specrl_jax.drafters.protocol import ChainDrafter
 from specrl_jax.drafters.suffix import SuffixDrafter
 from specrl_jax.errors import InputError
@@ -16,7 +16,7 @@ from specrl_jax.rollout.sampling import SamplingLaw
 Drafts = Literal["head", "ngram", "suffix", "head+suffix"]
 
 
-def drafter_for(drafts: Drafts, head: HeadDrafter | None) -> ChainDrafter | None:
+def drafter_for(drafts: Drafts, head: DraftModel | None) -> ChainDrafter | None:
     """What proposes drafts of a kind; None where it needs a head and there is none."""
     text = SuffixDrafter(siblings=drafts != "ngram")
     if drafts == "head" or (drafts == "head+suffix" and head is None):
@@ -102,7 +102,7 @@ class SpeculationOptions:
         """Whether drafts are looked for in responses of earlier epochs."""
         return self.drafts in ("suffix", "head+suffix")
 
-    def drafter(self, head: HeadDrafter | None) -> ChainDrafter | None:
+    def drafter(self, head: DraftModel | None) -> ChainDrafter | None:
         """What proposes drafts, the head given; None where there is none and one is needed."""
         return drafter_for(self.drafts, head)
 

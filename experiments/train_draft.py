@@ -25,7 +25,7 @@ from experiments.rollout_options import LawFlags, LawOptions
 from experiments.setup import check_draft_batches, draft_head_config
 from specrl_jax.data.prompts import Prompts
 from specrl_jax.drafters.block_params import BlockConfig
-from specrl_jax.drafters.heads import HeadConfig, HeadDrafter, drafter_for_head, save_drafter
+from specrl_jax.drafters.heads import HeadConfig, HeadDrafter, as_head, drafter_for_head, save_drafter
 from specrl_jax.errors import InputError
 from specrl_jax.models.config import PolicyConfig
 from specrl_jax.rl.scoring import Scorer
@@ -230,9 +230,10 @@ def main(config: Config) -> None:
     inputs = {"policy": config.model.policy, "drafter": config.model.drafter, "data": config.data}
     check_output(config.run, SCRIPT, **inputs, **{f"eval-data-{i}": path for i, path in enumerate(config.eval_data)})
     model = open_model(config.model, config.run, config.draft.prompts)
-    drafter = model.drafter
-    if config.model.drafter is None or drafter is None:
+    if config.model.drafter is None or model.drafter is None:
         drafter = drafter_for_head(config.head.config(model.policy, model.tokenizer, config.draft.vocab_size))
+    else:
+        drafter = as_head(model.drafter)
     evaluated = engine_of(config, model, drafter, 1)  # refuses more drafts than the drafter has
     check_draft_batches(config.draft, config.draft.prompts, model.mesh)  # of a jsonl task there may be fewer
     work = open_work(config, model)
@@ -243,7 +244,7 @@ def main(config: Config) -> None:
     model = model.initialised(config.run.seed)
     assert model.params is not None
     stage = stage_of(config, model, drafter)
-    start = model.draft if config.model.drafter is not None else None
+    start: Any = model.draft if config.model.drafter is not None else None
     table = [] if start is None else measure(config, model, drafter, start, work, "before")
     key = jax.random.key(config.run.seed)
     rollouts = partial(stage.corpus, model.params, work.train)

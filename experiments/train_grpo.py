@@ -36,7 +36,15 @@ from experiments.setup import (
 from experiments.train_options import PRESETS, Config
 from specrl_jax.drafters.combined import head_of, params_for
 from specrl_jax.drafters.eagle3 import Eagle3Drafter
-from specrl_jax.drafters.heads import HeadDrafter, HeadParams, for_policy, load_drafter, save_drafter
+from specrl_jax.drafters.heads import (
+    DraftModel,
+    DraftModelParams,
+    HeadDrafter,
+    as_head,
+    for_policy,
+    load_drafter,
+    save_drafter,
+)
 from specrl_jax.drafters.suffix import History, init_history
 from specrl_jax.errors import InputError
 from specrl_jax.models.config import PolicyConfig
@@ -79,7 +87,7 @@ class Session:
     workload: Workload
     policy: PolicyConfig
     numerics: Numerics
-    drafter: HeadDrafter
+    drafter: DraftModel
 
     @property
     def draft_length(self) -> int:
@@ -110,7 +118,7 @@ class Session:
 
     def draft_training(self, optimizer: OptimizerConfig) -> DraftTraining:
         """Training of the draft head."""
-        return self.config.draft.training(self.scorer, self.drafter.config, optimizer)
+        return self.config.draft.training(self.scorer, as_head(self.drafter).config, optimizer)
 
     @property
     def draft_stage(self) -> DraftStage:
@@ -119,13 +127,14 @@ class Session:
         training = self.draft_training(draft.optimizer.for_updates(draft.steps))
         together = config.prompts * config.samples  # as many rows at once as in a GRPO step
         return DraftStage(
-            draft, self.engine(0, draft.samples), training, self.drafter, self.mesh, config.run.seed, together
+            draft, self.engine(0, draft.samples), training, as_head(self.drafter), self.mesh, config.run.seed, together
         )
 
     def program(self, draft_length: int) -> GrpoProgram:
         """The GRPO step with a draft length of its own."""
         config, draft = self.config, self.config.draft
-        online = draft.online and draft_length > 0 and config.speculation.with_head
+        trainable = isinstance(self.drafter, HeadDrafter) and config.speculation.with_head
+        online = draft.online and draft_length > 0 and trainable
         update = UpdateConfig(
             loss=config.loss,
             optimizer=config.optimizer.for_updates(config.steps * config.updates_per_rollout * config.epochs),
@@ -208,7 +217,7 @@ class Examiner:
         return {"accuracy": accuracy, "accuracy_ci95": half_width, "right": right, **response_metrics(trajectory)}
 
 
-def session_draft(session: Session, head: HeadParams | None, history: History | None = None) -> Any:
+def session_draft(session: Session, head: DraftModelParams | None, history: History | None = None) -> Any:
     """Parameters of the run's drafter."""
     return params_for(session.config.speculation.drafter(session.drafter), head, history)
 
@@ -295,7 +304,7 @@ def run_arm(session: Session, label: str, folder: Path, draft_length: int, start
     for name in models:
         save_policy(folder / name, report.state.params, session.policy, session.workload.tokenizer)
     head = head_of(report.state.draft)
-    if head is not None:
+    if head is not None and isinstance(session.drafter, HeadDrafter):
         save_drafter(folder / "drafter", session.drafter, head)
     return Arm(label, folder, draft_length, report, program)
 
@@ -310,7 +319,7 @@ def write_sample(path: Path, session: Session, step: int, trajectory: Trajectory
         file.write(f"step {step}, reward {rewards[0]:g}\n{prompt}{response}\n\n")
 
 
-def open_session(config: Config) -> tuple[Session, PolicyParams | None, HeadParams | None]:
+def open_session(config: Config) -> tuple[Session, PolicyParams | None, DraftModelParams | None]:
     """Check and load everything a run needs; nothing is compiled and nothing written."""
     config.check()
     inputs = {name: getattr(config, name) for name in ("policy", "drafter", "data", "eval_data")}
@@ -325,7 +334,7 @@ def open_session(config: Config) -> tuple[Session, PolicyParams | None, HeadPara
     workload = build_workload(config, mesh)
     params, policy = load_or_shape_policy(config, workload.tokenizer)
     if config.drafter is not None:
-        drafter, draft = load_drafter(config.drafter, policy)
+        drafter, draft = load_drafter(config.drafter, policy, workload.tokenizer)
         if params is not None:
             drafter, draft = for_policy(drafter, draft, params)
     else:
@@ -354,7 +363,7 @@ def main(config: Config) -> None:
         stage = session.draft_stage
         rollouts = partial(stage.corpus, params, prompts)
         draft = stage.train(params, rollouts, draft_key, out / "checkpoints" / "draft")
-        save_drafter(out / "drafter", session.drafter, draft)
+        save_drafter(out / "drafter", as_head(session.drafter), draft)
     start_from = Start(
         params, session_draft(session, draft, empty_history(session)), params if config.loss.kl_coef > 0 else None
     )

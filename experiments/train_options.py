@@ -87,7 +87,7 @@ class Config:
     policy: str | None = None
     """Folder or hub name of a policy; by default one is made and warmed up."""
     drafter: str | None = None
-    """Folder or hub name of a draft head; by default one is trained."""
+    """Folder or hub name of a draft head, by default one is trained; or of a small policy, which drafts as it is."""
     shape: PolicyShape = PolicyShape()
     dtype: Dtype = "float32"
     numerics: Literal["auto", "invariant", "plain"] = "auto"

@@ -69,6 +69,14 @@ def test_a_drafter_changes_the_speed_and_no_token(responses):
     assert {"commit", "command", "seed", "device", "versions"} <= alone[0].keys()
 
 
+def test_a_policy_drafts(tmp_path, responses, models):
+    """For itself, and so nearly always right."""
+    options, (alone, _), _ = responses
+    rows, summary = _run(tmp_path / "run", generate, *options, "--drafter", models / "policy")
+    assert _texts(rows) == _texts(alone)
+    assert summary["acceptance_length"] > 3.9
+
+
 @pytest.mark.parametrize(
     ("flags", "same"), [(("--branches", 2), True), (("--argmax-drafts",), True), (("--rule", "block"), False)]
 )

@@ -100,6 +100,12 @@ def test_bad_input_is_refused(monkeypatch, capsys, tmp_path, models, argv, sente
     assert not out.exists()
 
 
+def test_a_small_policy_is_not_trained(monkeypatch, capsys, tmp_path, models):
+    given = ("--policy", models / "policy", "--drafter", models / "policy", "--task", "arithmetic", *SMALL)
+    said = refusal(monkeypatch, capsys, train_draft, *given, "--out", tmp_path / "out")
+    assert said == "--drafter is a small policy, which drafts as it is; give a draft head to train, or none"
+
+
 def test_more_problems_than_there_are_is_refused(monkeypatch, capsys, tmp_path, models, data):
     given = ("--policy", models / "policy", "--task", "jsonl", "--data", data / "train.jsonl", *SMALL)
     said = refusal(monkeypatch, capsys, train_draft, *given, "--eval-problems", 14, "--out", tmp_path / "out")

@@ -346,13 +346,16 @@ def test_a_run_killed_between_checkpoints_resumes_to_the_same_bits(finished, opt
 
 
 @pytest.mark.ci
-@pytest.mark.parametrize("drafts", ["suffix", "head+suffix"])
-def test_a_run_with_suffix_drafts_is_the_same_run(finished, options, tmp_path, monkeypatch, drafts):
-    given = list(options)
+@pytest.mark.parametrize("drafts", ["suffix", "head+suffix", "small policy"])
+def test_a_run_with_other_drafts_is_the_same_run(finished, options, models, tmp_path, monkeypatch, drafts):
+    """A small policy, here the policy of before the run, drafts frozen."""
+    given = [*options, "--drafts", "head" if drafts == "small policy" else drafts]
     if drafts == "suffix":
         del given[given.index("--drafter") : given.index("--drafter") + 2]
+    if drafts == "small policy":
+        given[given.index("--drafter") + 1] = models / "policy"
     out = tmp_path / "run"
-    run_script(monkeypatch, train_grpo, *given, "--drafts", drafts, "--out", out)
+    run_script(monkeypatch, train_grpo, *given, "--out", out)
     ours, theirs = (json.loads((folder / "summary.json").read_text()) for folder in (out, finished))
     assert ours["trajectory_sha256"] == theirs["trajectory_sha256"]
     assert ours["params_sha256"] == theirs["params_sha256"]

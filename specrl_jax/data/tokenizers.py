@@ -91,6 +91,28 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:
     return tokenizer
 
 
+def has_tokenizer(folder: Path) -> bool:
+    """Whether a folder holds files of a tokenizer."""
+    return any((folder / file).is_file() for file in _TOKENIZER_FILES)
+
+
+def shared_ids(one: PreTrainedTokenizerFast, other: PreTrainedTokenizerFast) -> int:
+    """The number of ids, from 0 on, up to the last one that two tokenizers share.
+
+    Raises:
+        InputError: an id stands for different tokens.
+    """
+    tokens, others = ({i: token for token, i in tokenizer.get_vocab().items()} for tokenizer in (one, other))
+    both = sorted(tokens.keys() & others.keys())
+    for i in both:
+        if tokens[i] != others[i]:
+            raise InputError(
+                f"its tokenizer has {tokens[i]!r} for id {i}, and the policy's {others[i]!r}; "
+                "give one with the policy's tokenizer"
+            )
+    return both[-1] + 1
+
+
 def load_tokenizer(source: str | Path) -> PreTrainedTokenizerFast:
     """The tokenizer of a folder or of a model on the Hugging Face hub, with its own chat template.
 
@@ -101,7 +123,7 @@ def load_tokenizer(source: str | Path) -> PreTrainedTokenizerFast:
 
     name = str(source)
     folder = Path(name).expanduser()
-    if folder.exists() and not any((folder / file).is_file() for file in _TOKENIZER_FILES):
+    if folder.exists() and not has_tokenizer(folder):
         raise InputError(f"'{name}' holds no tokenizer; give a folder with a tokenizer.json, as transformers saves it")
     if not folder.exists() and (name.startswith((".", "/", "~")) or name.count("/") > 1):
         raise InputError(f"folder '{name}' does not exist; give an existing folder or a name on the Hugging Face hub")

@@ -16,9 +16,9 @@ from jaxtyping import Array, Float, Int
 
 from specrl_jax.drafters.block_params import BlockConfig, BlockParams, BlockWeights
 from specrl_jax.drafters.protocol import Choice, Choose, Texts, choose_next, propose_tree
-from specrl_jax.drafters.row_cache import attend, write
+from specrl_jax.drafters.row_cache import Cached, attend, empty_cache, heads_first, run_layers, write
 from specrl_jax.models.linear import linear
-from specrl_jax.models.policy import mix_and_mlp, project_qkv, rms_norm
+from specrl_jax.models.policy import project_qkv, rms_norm
 from specrl_jax.models.tree import Tree
 
 
@@ -28,8 +28,8 @@ class BlockState:
     cannot be read. newest: the token after them.
     """
 
-    keys: tuple[Float[Array, "r g s c"], ...]
-    values: tuple[Float[Array, "r g s c"], ...]
+    keys: Cached
+    values: Cached
     length: Int[Array, "r"]
     start: Int[Array, "r"]
     newest: Int[Array, "r"]
@@ -85,14 +85,14 @@ def draft_hidden(
     backbone, slots = config.backbone, config.block_size
     rows = state.newest.shape[0]
     x = embed[block_tokens(config, state.newest).reshape(-1)].astype(weights.fc.dtype)
-    positions = (state.length[:, None] + jnp.arange(slots, dtype=jnp.int32)[None]).reshape(-1)
+    positions = state.length[:, None] + jnp.arange(slots, dtype=jnp.int32)[None]
     everyone = jnp.ones((slots, slots), bool)
-    for layer, keys, values in zip(weights.layers, state.keys, state.values, strict=True):
-        normed = rms_norm(x, layer.attn_norm, backbone.rms_norm_eps)
-        q, k, v = (y.reshape(rows, slots, *y.shape[1:]) for y in project_qkv(backbone, layer, normed, positions))
-        own = k.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3)
-        attended = attend(q, keys, values, state.start, state.length, *own, everyone)
-        x = mix_and_mlp(backbone, layer, x, attended.reshape(rows * slots, *attended.shape[2:]))
+
+    def attend_in(i: int, q: Array, k: Array, v: Array) -> Array:
+        own = heads_first(k), heads_first(v)
+        return attend(q, state.keys[i], state.values[i], state.start, state.length, *own, everyone)
+
+    x = run_layers(backbone, weights.layers, x, positions, attend_in)
     x = rms_norm(x, weights.final_norm, backbone.rms_norm_eps).reshape(rows, slots, -1)
     return x if config.sample_from_anchor else x[:, 1:]
 
@@ -115,13 +115,8 @@ class BlockDrafter:
 
     def init_state(self, rows: int, capacity: int) -> BlockState:
         """An empty state for `rows` rows of at most `capacity` pairs."""
-        backbone = self.config.backbone
-        shape = (rows, backbone.num_kv_heads, -(-capacity // 8) * 8, backbone.head_dim)
         none = jnp.zeros((rows,), jnp.int32)
-        keys, values = (
-            tuple(jnp.zeros(shape, jnp.dtype(backbone.dtype)) for _ in range(backbone.num_layers)) for _ in range(2)
-        )
-        return BlockState(keys, values, none, none, none)
+        return BlockState(*empty_cache(self.config.backbone, rows, capacity), none, none, none)
 
     def commit(
         self,

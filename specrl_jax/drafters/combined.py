@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Float, Int
 
-from specrl_jax.drafters.protocol import ChainDrafter, Choice, Choose, Drafter, Texts, most_drafts
+from specrl_jax.drafters.protocol import ChainDrafter, Choice, Choose, Drafter, Texts, most_drafts, read_first
 from specrl_jax.drafters.suffix import History, SuffixDrafter
 from specrl_jax.errors import InputError
 from specrl_jax.models.tree import Tree
@@ -39,7 +39,7 @@ def params_for(drafter: Drafter | None, head: Any, history: History | None = Non
 
 
 def head_of(params: Any) -> Any:
-    """The parameters that training changes: those of the head, None where there is none."""
+    """The parameters of the draft model, which training may change; None where there is none."""
     if isinstance(params, Both):
         return params.head
     return None if isinstance(params, History) else params
@@ -90,6 +90,10 @@ class CombinedDrafter:
     def init_state(self, rows: int, capacity: int) -> Both:
         """Empty states."""
         return Both(self.head.init_state(rows, capacity), self.suffix.init_state(rows, capacity))
+
+    def read_first(self, params: Both, embed: Float[Array, "v d"], state: Both, first: Int[Array, "r"]) -> Both:
+        """The head reads the prompts' first tokens, where it does."""
+        return replace(state, head=read_first(self.head, params.head, embed, state.head, first))
 
     def commit(
         self,

@@ -1,7 +1,7 @@
-"""Draft heads of every kind behind one door: made, trained, saved and loaded by what their configuration says.
+"""Draft models of every kind behind one door: made, trained, saved and loaded by what their configuration says.
 
-EAGLE-3 heads (`eagle3`) and block drafters (`block`) have a configuration, a drafter that the rollout uses, and
-parameters of which `weights` is what training changes.
+Draft heads are EAGLE-3 heads (`eagle3`) and block drafters (`block`): a configuration, a drafter that the rollout uses,
+and parameters of which `weights` is what training changes. A small policy (`small_policy`) drafts as it is.
 """
 
 from pathlib import Path
@@ -20,6 +20,8 @@ from specrl_jax.drafters.eagle3 import Eagle3Drafter
 from specrl_jax.drafters.eagle3_folder import load_eagle3, save_eagle3, with_policy_embedding
 from specrl_jax.drafters.eagle3_params import Eagle3Config, Eagle3Params, init_eagle3
 from specrl_jax.drafters.eagle3_training import draft_counts, draft_loss
+from specrl_jax.drafters.small_policy import SmallPolicyDrafter
+from specrl_jax.drafters.small_policy_folder import is_small_policy, load_small_policy
 from specrl_jax.errors import InputError
 from specrl_jax.models.config import PolicyConfig
 from specrl_jax.models.huggingface import resolve_folder
@@ -29,6 +31,8 @@ from specrl_jax.models.weights import read_json
 HeadConfig = Eagle3Config | BlockConfig
 HeadDrafter = Eagle3Drafter | BlockDrafter
 HeadParams = Eagle3Params | BlockParams
+DraftModel = HeadDrafter | SmallPolicyDrafter
+DraftModelParams = HeadParams | PolicyParams
 
 
 def drafter_for_head(config: HeadConfig) -> HeadDrafter:
@@ -83,20 +87,37 @@ def save_drafter(folder: str | Path, drafter: HeadDrafter, params: HeadParams) -
         save_eagle3(folder, drafter, params)
 
 
-def load_drafter(source: str | Path, policy: PolicyConfig | None = None) -> tuple[HeadDrafter, HeadParams]:
-    """A head from a folder or a hub name, its kind told from config.json; see `load_eagle3` and `load_block`."""
+def load_drafter(
+    source: str | Path, policy: PolicyConfig | None = None, tokenizer: Any = None
+) -> tuple[DraftModel, DraftModelParams]:
+    """A draft model from a folder or a hub name, its kind told from config.json.
+
+    `policy` and its `tokenizer` are what it must fit; see `load_eagle3`, `load_block` and `load_small_policy`.
+    """
     folder = resolve_folder(source, "draft head")
-    if is_block_drafter(read_json(folder / "config.json")):
+    hf = read_json(folder / "config.json")
+    if is_block_drafter(hf):
         return load_block(folder, policy)
-    return load_eagle3(folder, policy)
+    return load_small_policy(folder, policy, tokenizer) if is_small_policy(hf) else load_eagle3(folder, policy)
 
 
-def for_policy(drafter: HeadDrafter, params: HeadParams, policy: PolicyParams) -> tuple[HeadDrafter, HeadParams]:
-    """A loaded head that shares with its policy what is the policy's: an equal embedding, missing output rows.
+def as_head(drafter: DraftModel) -> HeadDrafter:
+    """The draft model as one that can be trained; InputError where it is a small policy."""
+    if isinstance(drafter, SmallPolicyDrafter):
+        raise InputError("--drafter is a small policy, which drafts as it is; give a draft head to train, or none")
+    return drafter
+
+
+def for_policy(
+    drafter: DraftModel, params: DraftModelParams, policy: PolicyParams
+) -> tuple[DraftModel, DraftModelParams]:
+    """A loaded drafter that shares with its policy what is the policy's: an equal embedding, missing output rows.
 
     Raises:
         InputError: the drafter came without output rows and its width is not the policy's.
     """
+    if isinstance(drafter, SmallPolicyDrafter):
+        return drafter, params
     if isinstance(drafter, BlockDrafter):
         assert isinstance(params, BlockParams)
         if policy.embed.shape != (drafter.config.backbone.vocab_size, drafter.config.backbone.hidden_size):

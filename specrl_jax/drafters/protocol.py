@@ -7,7 +7,8 @@ of `jit`; its parameters and its state are pytrees that go in and come out.
 Slots. Slot `p` of a row pairs the policy's feature `g_p` (residual streams at
 position `p`) with the token `x_{p+1}` that the policy emitted there, and says
 something about `x_{p+2}`. After a prefill of `n` prompt tokens and one sampled
-token, `n` pairs are read; after a round that emitted `m` tokens, `m` more.
+token, `n` pairs are read; after a round that emitted `m` tokens, `m` more. A prompt's first token is in no pair:
+a drafter that must know it has a method `read_first`.
 
 Drafters that look for earlier text do not need pairs: what has been read and emitted so far,
 by all sequences of the rollout, is shown to every drafter as `Texts`.
@@ -214,6 +215,12 @@ class Drafter(Protocol):
 def most_drafts(drafter: Any) -> int | None:
     """Drafts of a round at most, for a drafter whose property of this name says so; None for any number."""
     return getattr(drafter, "most_drafts", None)
+
+
+def read_first(drafter: Any, params: Any, embed: Float[Array, "v d"], state: Any, first: Int[Array, "r"]) -> Any:
+    """Show the prompts' first tokens to a drafter whose method of this name reads them; `state` is still empty."""
+    read = getattr(drafter, "read_first", None)
+    return state if read is None else read(params, embed, state, first)
 
 
 @runtime_checkable

@@ -1,10 +1,31 @@
-"""Keys and values of a drafter, side by side in memory for every row, and attention over them."""
+"""Keys and values of a drafter, side by side in memory for every row, and layers that attend to them."""
+
+from collections.abc import Callable
 
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
+from specrl_jax.models.config import PolicyConfig
+from specrl_jax.models.params import LayerParams
+from specrl_jax.models.policy import mix_and_mlp, project_qkv, rms_norm
+
 _MASKED = -1e30
+
+Cached = tuple[Float[Array, "r g s c"], ...]
+"""Keys or values of every layer."""
+AttendIn = Callable[[int, Array, Array, Array], Array]
+"""`attend_in(i, q, k, v)` is what new tokens attend to in layer `i`, `[r, m, h, c]`, given their queries, keys and
+values there."""
+
+
+def empty_cache(config: PolicyConfig, rows: int, slots: int) -> tuple[Cached, Cached]:
+    """Keys and values of no tokens, with room for at least `slots`."""
+    shape = (rows, config.num_kv_heads, -(-slots // 8) * 8, config.head_dim)
+    keys, values = (
+        tuple(jnp.zeros(shape, jnp.dtype(config.dtype)) for _ in range(config.num_layers)) for _ in range(2)
+    )
+    return keys, values
 
 
 def write(
@@ -51,3 +72,31 @@ def attend(
     own = jnp.einsum("rgme,rgec->rgmc", own_mix.astype(values.dtype), own_values, preferred_element_type=jnp.float32)
     mixed = ((out + own) / total).reshape(rows, kv_heads, -1, count, width).transpose(0, 3, 1, 2, 4)
     return mixed.reshape(q.shape).astype(q.dtype)
+
+
+def heads_first(x: Float[Array, "r m g c"]) -> Float[Array, "r g m c"]:
+    """Keys or values of new tokens, as `attend` takes those beside the cache."""
+    return x.transpose(0, 2, 1, 3)
+
+
+def run_layers(
+    config: PolicyConfig,
+    layers: tuple[LayerParams, ...],
+    x: Float[Array, "n d"],
+    positions: Int[Array, "r m"],
+    attend_in: AttendIn,
+) -> Float[Array, "n d"]:
+    """Residual stream of `m` tokens per row after all layers.
+
+    Args:
+        config, layers: of the transformer.
+        x: embeddings, row by row.
+        positions: of the tokens.
+        attend_in: how they attend.
+    """
+    for i, layer in enumerate(layers):
+        normed = rms_norm(x, layer.attn_norm, config.rms_norm_eps)
+        projected = project_qkv(config, layer, normed, positions.reshape(-1))
+        attended = attend_in(i, *(y.reshape(*positions.shape, *y.shape[1:]) for y in projected))
+        x = mix_and_mlp(config, layer, x, attended.reshape(-1, *attended.shape[2:]))
+    return x

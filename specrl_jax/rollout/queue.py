@@ -15,6 +15,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Int, UInt32
 
 from specrl_jax.data.prompts import Prompts
+from specrl_jax.drafters.protocol import read_first
 from specrl_jax.errors import InputError
 from specrl_jax.models.cache import NO_PAGE, pages_for
 from specrl_jax.models.params import PolicyParams
@@ -222,6 +223,9 @@ class SequenceQueue(AdaptiveRound):
         needed = -(-read // batch.pool.page_size)
         table, pool = grant(batch.pool, jnp.arange(pages, dtype=jnp.int32)[None] < needed[:, None])
         drafter = waiting.drafter
+        if self.drafter is not None and self.speculative:
+            drafter = self.drafter.init_state(together, self._slots(width))
+            drafter = read_first(self.drafter, draft_params, params.embed, drafter, tokens[:, 0])
         if width > 1:
             cache = replace(pool.cache(batch.rows), table=table, length=jnp.zeros_like(read))
             grid = grid_batch(tokens[:, :-1], sequence_positions(read, width - 1))
@@ -229,7 +233,6 @@ class SequenceQueue(AdaptiveRound):
             assert out.cache is not None
             pool = pool.with_cache(out.cache)
             if self.drafter is not None and self.speculative:
-                drafter = self.drafter.init_state(together, self._slots(width))
                 features = self.features(out, together, width - 1)
                 drafter = self.drafter.commit(draft_params, params.embed, drafter, tokens[:, 1:], features, read)
         count = jnp.minimum(waiting.count + together, prompts.lengths.shape[0])

@@ -14,6 +14,7 @@ the best draft length for every number of live rows, the same for all of them, a
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -159,9 +160,15 @@ def rollout_of(config: Config, pair: Pair, work: Work, rows: int, k: int, rule: 
     return RolloutEngine(pair.policy, settings, Numerics(), drafter_for(config.drafts, drafter_of(pair)) if k else None)
 
 
+@lru_cache(maxsize=32)
+def rollout_program(engine: RolloutEngine) -> Any:
+    """The compiled rollout; engines that are equal share one."""
+    return jax.jit(engine.rollout)
+
+
 def fixed_arm(engine: RolloutEngine, pair: Pair, work: Work) -> Arm:
     """A fixed draft length."""
-    program = jax.jit(engine.rollout)
+    program = rollout_program(engine)
     draft = params_for(engine.drafter, pair.draft) if engine.speculative else None
     keys = noise_keys(work.prompts, engine.config.samples_per_prompt, work.seed)
     return Arm(engine, lambda: program(pair.params, draft, work.prompts, keys, jnp.asarray(work.limits)))
@@ -169,7 +176,7 @@ def fixed_arm(engine: RolloutEngine, pair: Pair, work: Work) -> Arm:
 
 def adaptive_arm(engine: RolloutEngine, pair: Pair, draft: Any, work: Work, control: Any) -> Arm:
     """The controller. Every rollout starts with what the one before learned, as in training."""
-    program = jax.jit(engine.rollout)
+    program = rollout_program(engine)
     keys, state = noise_keys(work.prompts, engine.config.samples_per_prompt, work.seed), [control]
 
     def call() -> Trajectory:

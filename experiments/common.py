@@ -78,6 +78,22 @@ def apply_preset(config: ConfigT, preset: Mapping[str, Any]) -> ConfigT:
     return dataclasses.replace(config, **changes)  # type: ignore[type-var]
 
 
+def preset_config(
+    config: type[ConfigT], presets: Mapping[str, Mapping[str, Any]], name: str, *, script: str
+) -> ConfigT:
+    """The options of a preset, for a command line to override or for `main` as they are.
+
+    Args: see `parse_config`; `name` is that of the preset.
+
+    Raises:
+        InputError: the preset is unknown.
+    """
+    if name not in presets:
+        raise InputError(f'--preset "{name}" is unknown; choose one of {", ".join(presets)}')
+    run = {"preset": name, "out": Path("runs") / f"{script}-{name}"}
+    return apply_preset(apply_preset(config(), {"run": run}), presets[name])
+
+
 def parse_config(
     config: type[ConfigT],
     presets: Mapping[str, Mapping[str, Any]],
@@ -102,14 +118,9 @@ def parse_config(
     early = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     early.add_argument("--preset", nargs="?", default=next(iter(presets)))
     name = early.parse_known_args(argv)[0].preset
-    if name is not None and name not in presets:
-        raise InputError(f'--preset "{name}" is unknown; choose one of {", ".join(presets)}')
-    name = name or next(iter(presets))
-    preset = {"run": {"preset": name, "out": Path("runs") / f"{script}-{name}"}}
-    default = apply_preset(apply_preset(config(), preset), presets[name])
     return tyro.cli(
         config,
-        default=default,
+        default=preset_config(config, presets, next(iter(presets)) if name is None else name, script=script),
         args=list(argv),
         prog=f"python -m experiments.{script}",
         description=f"{description}\n\nPresets: {', '.join(presets)}.",

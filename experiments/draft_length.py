@@ -11,6 +11,7 @@ whose figures stand beside ours. Intervals are 95%, of the mean over seeds.
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from typing import Annotated, Any
 
 import jax
@@ -25,6 +26,7 @@ from experiments.common import Run, RunOptions, check_least, progress, run_main
 from experiments.outputs import check_output, markdown_table, open_output, provenance, write_results
 from experiments.seeds import mean_over_seeds
 from specrl_jax.errors import InputError
+from specrl_jax.rollout.engine import RolloutEngine
 from specrl_jax.rollout.rules import Match
 from specrl_jax.training.metrics import write_json
 from specrl_jax.training.speed_plots import draw_draft_lengths
@@ -99,10 +101,16 @@ def measure(pair: Any, config: Config, rows: int, workload: str, seed: int) -> d
     return found
 
 
+@lru_cache(maxsize=8)
+def reading_program(engine: RolloutEngine) -> Any:
+    """The compiled reading of prompts; engines that are equal share one."""
+    return jax.jit(engine.start)
+
+
 def reading_arm(bench: RolloutBench, pair: Any, work: Work, rows: int) -> Callable[[], float]:
     """The prompts alone."""
     engine = rollout_of(bench, pair, work, rows, 0, Match(), False)
-    program, keys = jax.jit(engine.start), noise_keys(work.prompts)
+    program, keys = reading_program(engine), noise_keys(work.prompts)
 
     def call() -> float:
         start = time.perf_counter()

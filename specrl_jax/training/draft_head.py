@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import jax
@@ -54,10 +55,14 @@ class OfflineDraftTraining:
         )
         return jax.tree.map(lambda x: x[chosen], corpus)
 
+    @lru_cache(maxsize=8)  # noqa: B019  # a configuration, nothing large
     def program(
         self, mesh: Mesh, steps: int
     ) -> Callable[[DraftState, PolicyParams, Sequences], tuple[DraftState, dict[str, Array]]]:
-        """`steps` updates as one compiled scan over `(state, policy, corpus)`; metrics have the step first."""
+        """`steps` updates as one compiled scan over `(state, policy, corpus)`; metrics have the step first.
+
+        Equal trainings share one program.
+        """
 
         def run(state: DraftState, policy: PolicyParams, corpus: Sequences) -> Any:
             def one(state: DraftState, _: None) -> tuple[DraftState, dict[str, Array]]:

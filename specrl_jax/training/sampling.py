@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import lru_cache
 from typing import Any
 
 import jax
@@ -11,6 +11,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
+from jaxtyping import Array, Int
 
 from specrl_jax.data.prompts import Prompts
 from specrl_jax.models.params import PolicyParams
@@ -22,6 +23,21 @@ from specrl_jax.rollout.trajectory import Trajectory
 
 # Fields of a trajectory with a row per response.
 _OF_RESPONSES = ("tokens", "log_probs", "thresholds", "lengths", "ended")
+
+
+@lru_cache(maxsize=16)
+def _rollout_program(engine: RolloutEngine, mesh: Mesh, purpose: Purpose) -> Any:
+    """`(params, draft, prompts, seed) -> trajectory`; samplers of equal engines share one, whatever their seeds."""
+
+    def run(params: PolicyParams, draft: Any, prompts: Prompts, seed: Int[Array, ""]) -> Trajectory:
+        samples = engine.config.samples_per_prompt
+        index = jnp.tile(jnp.arange(samples, dtype=jnp.int32), prompts.tokens.shape[0])
+        keys = sequence_keys(seed, purpose, 0, jnp.repeat(prompts.row_ids, samples), index)
+        trajectory = engine.rollout(params, draft, prompts, keys)
+        stats, entropy = lax.psum((trajectory.stats, trajectory.entropy_sum), DATA)
+        return replace(trajectory, stats=stats, entropy_sum=entropy)
+
+    return over_mesh(mesh, run, (P(), P(), P(DATA), P()), trajectory_specs(P(DATA)))
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,17 +55,9 @@ class Sampler:
     seed: int
     batch: int
 
-    @cached_property
+    @property
     def _program(self) -> Any:
-        def run(params: PolicyParams, draft: Any, prompts: Prompts) -> Trajectory:
-            samples = self.engine.config.samples_per_prompt
-            index = jnp.tile(jnp.arange(samples, dtype=jnp.int32), prompts.tokens.shape[0])
-            keys = sequence_keys(self.seed, self.purpose, 0, jnp.repeat(prompts.row_ids, samples), index)
-            trajectory = self.engine.rollout(params, draft, prompts, keys)
-            stats, entropy = lax.psum((trajectory.stats, trajectory.entropy_sum), DATA)
-            return replace(trajectory, stats=stats, entropy_sum=entropy)
-
-        return over_mesh(self.mesh, run, (P(), P(), P(DATA)), trajectory_specs(P(DATA)))
+        return _rollout_program(self.engine, self.mesh, self.purpose)
 
     @property
     def _size(self) -> int:
@@ -68,14 +76,14 @@ class Sampler:
 
     def compile(self, params: PolicyParams, draft: Any, prompts: Prompts) -> None:
         """Compile ahead of `batches` with the same arguments, so that its time is that of sampling."""
-        self._program.lower(params, self._draft(draft), self._take(prompts, 0)).compile()
+        self._program.lower(params, self._draft(draft), self._take(prompts, 0), jnp.int32(self.seed)).compile()
 
     def batches(self, params: PolicyParams, draft: Any, prompts: Prompts) -> Iterator[Trajectory]:
         """Responses in batches on the host; a last batch that is not full is filled up and cut again."""
         total = prompts.lengths.shape[0]
         for start in range(0, total, self._size):
             batch = self._take(prompts, start)
-            trajectory = jax.device_get(self._program(params, self._draft(draft), batch))
+            trajectory = jax.device_get(self._program(params, self._draft(draft), batch, jnp.int32(self.seed)))
             yield first_prompts(trajectory, min(self._size, total - start))
 
 

@@ -1,9 +1,10 @@
 """Draft heads of every kind behind one door: made, trained, saved and loaded by what their configuration says.
 
-EAGLE-3 heads (`eagle3`) and block drafters (`block`) have a configuration, a drafter that the rollout uses, and
-parameters of which `weights` is what training changes.
+EAGLE-3 and MTP heads (`eagle3`) and block drafters (`block`) have a configuration, a drafter that the rollout uses,
+and parameters of which `weights` is what training changes.
 """
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from specrl_jax.drafters.block import BlockDrafter
-from specrl_jax.drafters.block_folder import is_block_drafter, load_block, save_block, with_policy_head
+from specrl_jax.drafters.block_folder import is_block_drafter, load_block, save_block
 from specrl_jax.drafters.block_params import BlockConfig, BlockParams, init_block
 from specrl_jax.drafters.block_training import block_counts, block_loss
 from specrl_jax.drafters.draft_losses import DraftBatch, DraftCounts, DraftLossConfig, DraftMetrics
@@ -20,10 +21,12 @@ from specrl_jax.drafters.eagle3 import Eagle3Drafter
 from specrl_jax.drafters.eagle3_folder import load_eagle3, save_eagle3, with_policy_embedding
 from specrl_jax.drafters.eagle3_params import Eagle3Config, Eagle3Params, init_eagle3
 from specrl_jax.drafters.eagle3_training import draft_counts, draft_loss
+from specrl_jax.drafters.mtp import is_mtp_head, load_mtp, save_mtp
 from specrl_jax.errors import InputError
 from specrl_jax.models.config import PolicyConfig
 from specrl_jax.models.huggingface import resolve_folder
 from specrl_jax.models.params import PolicyParams
+from specrl_jax.models.policy import head_weights
 from specrl_jax.models.weights import read_json
 
 HeadConfig = Eagle3Config | BlockConfig
@@ -70,6 +73,7 @@ def head_loss(
         assert isinstance(params, BlockParams)
         return block_loss(weights, params, embed, batch, config, loss, counts)
     assert isinstance(params, Eagle3Params)
+    weights = params.with_rows(weights)
     return draft_loss(weights, params.target_ids, params.embedding(embed), batch, config, loss, counts)
 
 
@@ -80,30 +84,42 @@ def save_drafter(folder: str | Path, drafter: HeadDrafter, params: HeadParams) -
         save_block(folder, drafter, params)
     else:
         assert isinstance(params, Eagle3Params)
-        save_eagle3(folder, drafter, params)
+        save = save_mtp if drafter.config.mtp else save_eagle3
+        save(folder, drafter, params)
 
 
 def load_drafter(source: str | Path, policy: PolicyConfig | None = None) -> tuple[HeadDrafter, HeadParams]:
-    """A head from a folder or a hub name, its kind told from config.json; see `load_eagle3` and `load_block`."""
+    """A head from a folder or a hub name, its kind told from config.json; see the three loaders."""
     folder = resolve_folder(source, "draft head")
-    if is_block_drafter(read_json(folder / "config.json")):
+    hf = read_json(folder / "config.json")
+    if is_block_drafter(hf):
         return load_block(folder, policy)
-    return load_eagle3(folder, policy)
+    return load_mtp(folder, policy) if is_mtp_head(hf) else load_eagle3(folder, policy)
+
+
+def with_policy_head(params: HeadParams, policy: PolicyParams) -> HeadParams:
+    """The head with the policy's output rows, where it came without any."""
+    if params.lm_head is not None:
+        return params
+    rows = head_weights(policy)[1][params.target_ids]
+    return replace(params, lm_head=rows.astype(params.weights.final_norm.dtype))
 
 
 def for_policy(drafter: HeadDrafter, params: HeadParams, policy: PolicyParams) -> tuple[HeadDrafter, HeadParams]:
     """A loaded head that shares with its policy what is the policy's: an equal embedding, missing output rows.
 
     Raises:
-        InputError: the drafter came without output rows and its width is not the policy's.
+        InputError: the head shares more than an embedding, and the policy has another vocabulary or width.
     """
-    if isinstance(drafter, BlockDrafter):
-        assert isinstance(params, BlockParams)
-        if policy.embed.shape != (drafter.config.backbone.vocab_size, drafter.config.backbone.hidden_size):
-            raise InputError(
-                f"block drafter reads an embedding of {drafter.config.backbone.vocab_size} tokens of width "
-                f"{drafter.config.backbone.hidden_size}, not {jnp.shape(policy.embed)}; use that policy's drafter"
-            )
-        return drafter, with_policy_head(params, policy)
-    assert isinstance(params, Eagle3Params)
-    return with_policy_embedding(drafter, params, policy.embed)
+    if isinstance(drafter, Eagle3Drafter):
+        assert isinstance(params, Eagle3Params)
+        drafter, params = with_policy_embedding(drafter, params, policy.embed)
+        if not drafter.config.mtp:
+            return drafter, params
+    sizes = drafter.config.backbone if isinstance(drafter, BlockDrafter) else drafter.config
+    if policy.embed.shape != (sizes.vocab_size, sizes.hidden_size):
+        raise InputError(
+            f"draft head reads an embedding of {sizes.vocab_size} tokens of width {sizes.hidden_size}, "
+            f"not {jnp.shape(policy.embed)}; use that policy's head"
+        )
+    return drafter, with_policy_head(params, policy)

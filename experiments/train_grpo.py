@@ -36,7 +36,7 @@ from experiments.setup import (
 from experiments.train_options import PRESETS, Config
 from specrl_jax.drafters.combined import head_of, params_for
 from specrl_jax.drafters.eagle3 import Eagle3Drafter
-from specrl_jax.drafters.heads import HeadDrafter, HeadParams, for_policy, load_drafter, save_drafter
+from specrl_jax.drafters.heads import HeadDrafter, HeadParams, for_policy, load_drafter, save_drafter, with_policy_head
 from specrl_jax.drafters.suffix import History, init_history
 from specrl_jax.errors import InputError
 from specrl_jax.models.config import PolicyConfig
@@ -346,6 +346,7 @@ def main(config: Config) -> None:
     model_key, draft_key = jax.random.split(jax.random.key(config.run.seed))
     if params is None:
         params = warm_up(session, init_params(model_key, session.policy), out)
+        draft = None if draft is None else with_policy_head(draft, params)
     if draft is None and config.trains_head:
         prompts = session.workload.draft_prompts(config.draft.prompts)
         draft = session.draft_stage.train(params, prompts, draft_key, out / "checkpoints" / "draft")

@@ -14,14 +14,21 @@ from safetensors.numpy import load_file, save_file
 from test_block import forced
 from test_eagle3_training import served_logits
 from test_suffix import KEYS, LAW, NEW, PROMPTS, SAMPLES, assert_same
-from tiny import INVARIANT, PLAIN, POLICY, tiny_params
+from tiny import INVARIANT, PLAIN, POLICY, no_texts, random_eagle3, tiny_params
 
 from specrl_jax.drafters import eagle3_training
 from specrl_jax.drafters.draft_losses import DraftBatch, DraftLossConfig
 from specrl_jax.drafters.eagle3 import Eagle3Drafter
 from specrl_jax.drafters.eagle3_params import init_eagle3, weight_shapes
 from specrl_jax.drafters.eagle3_training import ttt_logits
-from specrl_jax.drafters.heads import for_policy, head_counts, head_loss, load_drafter, save_drafter
+from specrl_jax.drafters.heads import (
+    for_policy,
+    head_counts,
+    head_loss,
+    load_drafter,
+    save_drafter,
+    with_policy_head,
+)
 from specrl_jax.drafters.mtp import mtp_config
 from specrl_jax.errors import InputError
 from specrl_jax.models.huggingface import load_config, load_policy
@@ -84,7 +91,7 @@ def test_served_and_trained_heads_equal_vllm(mimo, expected):
     following = jnp.stack([padded[counts + 1 + step] for step in range(STEPS)], axis=1)
     kept: list = []
     choose = forced(following, kept)
-    carry, _ = drafter.begin(draft, params.embed, state, None, STEPS, choose)
+    carry, _ = drafter.begin(draft, params.embed, state, no_texts(SLOTS), STEPS, choose)
     for step in range(STEPS - 1):
         carry, _ = drafter.advance(draft, params.embed, state, carry, following[:, step], jnp.int32(step), choose)
     np.testing.assert_allclose(jnp.stack(kept), expected["drafts"], atol=1e-4)
@@ -236,5 +243,7 @@ def test_a_head_of_another_policy_or_with_other_flags_is_refused(mimo):
             replace(drafter.config, **change)
     with pytest.raises(InputError, match="sets qkv_bias, which only mtp heads have; leave it out"):
         replace(drafter.config, mtp=False)
+    eagle3 = random_eagle3()[1]
+    assert with_policy_head(eagle3, tiny_params()) is eagle3  # it has rows of its own
     with pytest.raises(ValueError, match="no output rows"):
         load_drafter(MIMO)[1].with_rows(draft.weights)

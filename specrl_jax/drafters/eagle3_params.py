@@ -303,8 +303,8 @@ def init_eagle3(
         final_norm, head = head_weights(policy)
         rows = head[ids].astype(dtype)
         start = vars(policy.layers[-1]) if config.mtp else {"lm_head": rows}
-        start = start | {"final_norm": final_norm}
-        arrays |= {name: x.astype(dtype) for name, x in start.items() if jnp.shape(x) == shapes.get(name)}
+        start = {name: x for name, x in start.items() if x is not None} | {"final_norm": final_norm}
+        arrays |= {name: x.astype(dtype) for name, x in start.items() if x.shape == shapes.get(name)}
     embed = None
     if config.own_embed:
         drawn = jax.random.normal(jax.random.fold_in(key, 1), (config.vocab_size, config.hidden_size), dtype)

@@ -99,7 +99,8 @@ def load_drafter(source: str | Path, policy: PolicyConfig | None = None) -> tupl
 
 def with_policy_head(params: HeadParams, policy: PolicyParams) -> HeadParams:
     """The head with the policy's output rows, where it came without any."""
-    if params.lm_head is not None:
+    own = params.weights.lm_head if isinstance(params, Eagle3Params) else None
+    if own is not None or params.lm_head is not None:
         return params
     rows = head_weights(policy)[1][params.target_ids]
     return replace(params, lm_head=rows.astype(params.weights.final_norm.dtype))

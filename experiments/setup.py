@@ -14,7 +14,7 @@ from specrl_jax.data.arithmetic import ArithmeticConfig
 from specrl_jax.data.jsonl import load_examples
 from specrl_jax.data.layouts import Example
 from specrl_jax.data.tokenizers import arithmetic_tokenizer, load_tokenizer, train_bpe
-from specrl_jax.drafters.eagle3_params import Eagle3Config, default_boundaries
+from specrl_jax.drafters.eagle3_params import Eagle3Config, default_boundaries, head_config
 from specrl_jax.errors import InputError
 from specrl_jax.models.config import Family, PolicyConfig, RopeConfig
 from specrl_jax.models.huggingface import check_tokenizer_fits, load_config, load_policy
@@ -225,18 +225,5 @@ def check_draft_batches(draft: Any, prompts: int, mesh: Mesh) -> None:
 
 def draft_head_config(policy: PolicyConfig, vocab_size: int = 32_000) -> Eagle3Config:
     """An EAGLE-3 head in proportion to the policy, over `vocab_size` of its tokens at most."""
-    return Eagle3Config(
-        hidden_size=policy.hidden_size,
-        intermediate_size=policy.intermediate_size,
-        num_heads=policy.num_heads,
-        num_kv_heads=policy.num_kv_heads,
-        head_dim=policy.head_dim,
-        vocab_size=policy.vocab_size,
-        draft_vocab_size=min(policy.vocab_size, vocab_size),
-        boundaries=default_boundaries(policy.num_layers),
-        target_hidden_size=policy.hidden_size,
-        rms_norm_eps=policy.rms_norm_eps,
-        rope=RopeConfig(theta=policy.rope.theta),
-        max_position_embeddings=policy.max_position_embeddings,
-        dtype=policy.dtype,
-    )
+    size, boundaries = min(policy.vocab_size, vocab_size), default_boundaries(policy.num_layers)
+    return head_config(policy, size, boundaries, rope=RopeConfig(theta=policy.rope.theta))

@@ -1,9 +1,9 @@
 """Train a draft head offline on rollouts of its policy, and measure how many drafts are accepted.
 
 `python -m experiments.train_draft --policy P --task jsonl --data D` lets the policy answer prompts, trains a head on
-the answers (a new EAGLE-3 or block drafter, or that of `--drafter`), saves it in OUT/drafter and rolls out held-out
-prompts with it: acceptance length, its 95% interval over rounds, and survival by depth, of the new head and of the
-one it started from. `--eval-data` names other prompts to be measured on.
+the answers (a new EAGLE-3, MTP or block drafter, or that of `--drafter`), saves it in OUT/drafter and rolls out
+held-out prompts with it: acceptance length, its 95% interval over rounds, and survival by depth, of the new head and
+of the one it started from. `--eval-data` names other prompts to be measured on.
 """
 
 from collections.abc import Mapping
@@ -26,6 +26,7 @@ from experiments.setup import check_draft_batches, draft_head_config
 from specrl_jax.data.prompts import Prompts
 from specrl_jax.drafters.block_params import BlockConfig
 from specrl_jax.drafters.heads import HeadConfig, HeadDrafter, as_head, drafter_for_head, save_drafter
+from specrl_jax.drafters.mtp import mtp_config
 from specrl_jax.errors import InputError
 from specrl_jax.models.config import PolicyConfig
 from specrl_jax.rl.scoring import Scorer
@@ -43,8 +44,9 @@ SCRIPT = "train_draft"
 class HeadOptions:
     """A new head."""
 
-    kind: Literal["eagle3", "block"] = "eagle3"
-    """eagle3: one draft after the other; block: all of a round at once (DFlash, DSpark)."""
+    kind: Literal["eagle3", "mtp", "block"] = "eagle3"
+    """eagle3: one draft after the other; mtp: so too, by one more layer of the policy (multi-token prediction), which
+    starts as its last; block: all of a round at once (DFlash, DSpark)."""
     layers: int = 2
     """Layers of a block drafter."""
     block_size: int = 8
@@ -70,7 +72,8 @@ class HeadOptions:
         check_least("head", self, layers=1, block_size=2, markov_rank=0)
         own = ("layers", "block_size", "sample_from_anchor", "markov_rank", "confidence", "mask_token_id")
         flags = ("norm_before_fc", "fc_norm", "norm_before_residual", "norm_output", "qk_norm")
-        for name in own if self.kind == "eagle3" else flags:
+        foreign = {"eagle3": own, "mtp": own + flags, "block": flags}
+        for name in foreign[self.kind]:
             if getattr(self, name) != getattr(type(self), name):
                 flag = f"--head.{name.replace('_', '-')}"
                 raise InputError(f"{flag} does not belong to --head.kind {self.kind}; leave one of them out")
@@ -81,6 +84,8 @@ class HeadOptions:
         if self.kind == "eagle3":
             flags = ("norm_before_fc", "fc_norm", "norm_before_residual", "norm_output", "qk_norm")
             return replace(eagle3, **{flag: getattr(self, flag) for flag in flags})
+        if self.kind == "mtp":
+            return mtp_config(policy, eagle3.draft_vocab_size)
         mask = self.mask_token_id
         if mask is None:
             mask = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else end_ids(tokenizer)[0]

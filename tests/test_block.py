@@ -14,8 +14,9 @@ from test_suffix import assert_same, engine_of, plain, rolled_out
 from tiny import POLICY, VOCAB, no_texts, tiny_params
 
 from specrl_jax.drafters.block import BlockDrafter, confidence_logits
-from specrl_jax.drafters.block_folder import is_block_drafter, load_block, save_block, with_policy_head
+from specrl_jax.drafters.block_folder import is_block_drafter, load_block, save_block
 from specrl_jax.drafters.block_params import BlockConfig, init_block
+from specrl_jax.drafters.heads import with_policy_head
 from specrl_jax.drafters.protocol import ChainDrafter, Choice
 from specrl_jax.errors import InputError
 from specrl_jax.models.config import PolicyConfig

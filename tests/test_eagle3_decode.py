@@ -93,14 +93,22 @@ def test_drafts_follow_the_float64_forward(head):
         np.testing.assert_array_equal(tokens[row], np.asarray(head[0].target_ids)[expected.argmax(-1)])
 
 
+def hidden_first(width):
+    """`attention_input` with the halves in the wrong order."""
+    right = eagle3.attention_input
+
+    def wrong(*args):
+        residual, x = right(*args)
+        return residual, jnp.roll(x, width, axis=-1)
+
+    return wrong
+
+
 @pytest.mark.parametrize("planted", ["concat", "feedback", "residual", "position"])
 def test_a_wrong_layout_is_seen(head, monkeypatch, planted):
     """The mistakes that implementations made: each must move the logits far outside the tolerance above."""
     if planted == "concat":
-        right_input = eagle3.attention_input
-        monkeypatch.setattr(
-            eagle3, "attention_input", lambda *args: jnp.roll(right_input(*args), CONFIG.hidden_size, axis=-1)
-        )
+        monkeypatch.setattr(eagle3, "attention_input", hidden_first(CONFIG.hidden_size))
     elif planted == "position":
         queries = eagle3.project_queries
         monkeypatch.setattr(eagle3, "project_queries", lambda c, w, x, p: queries(c, w, x, p + 1))

@@ -10,6 +10,7 @@ import numpy as np
 import optax
 import pytest
 from safetensors.numpy import load_file
+from test_eagle3_decode import hidden_first
 from tiny import no_texts
 
 from specrl_jax.drafters import eagle3, eagle3_training
@@ -101,11 +102,7 @@ def test_unroll_equals_drafting_with_the_cache(specforge, slots):
 @pytest.mark.parametrize("planted", ["concat", "feedback", "shift"])
 def test_a_wrong_layout_is_seen(specforge, monkeypatch, planted):
     if planted == "concat":
-        right_input = eagle3.attention_input
-        width = specforge[0].hidden_size
-        monkeypatch.setattr(
-            eagle3_training, "attention_input", lambda *args: jnp.roll(right_input(*args), width, axis=-1)
-        )
+        monkeypatch.setattr(eagle3_training, "attention_input", hidden_first(specforge[0].hidden_size))
     elif planted == "feedback":
         layer = eagle3.mix_and_mlp
 

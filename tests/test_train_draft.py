@@ -53,14 +53,24 @@ def test_a_head_is_trained_measured_and_resumed(monkeypatch, tmp_path, models, d
     assert rows_of(tmp_path / "more")[0]["acceptance_length"] >= 1.0
 
 
-def test_a_block_drafter_is_trained_and_drafts(monkeypatch, tmp_path, models, data):
+@pytest.mark.parametrize(
+    ("head", "tensor"),
+    [
+        (
+            ("block", "--head.layers", 1, "--head.block-size", 4, "--head.markov-rank", 3),
+            "markov_head.markov_w2.weight",
+        ),
+        (("mtp",), "model.mtp_layers.0.input_proj.weight"),
+    ],
+    ids=["block", "mtp"],
+)
+def test_a_head_of_another_kind_is_trained_and_drafts(monkeypatch, tmp_path, models, data, head, tensor):
     given = ("--policy", models / "policy", "--task", "jsonl", "--data", data / "train.jsonl", *SMALL)
-    block = ("--head.kind", "block", "--head.layers", 1, "--head.block-size", 4, "--head.markov-rank", 3)
-    run_script(monkeypatch, train_draft, *given, *block, "--out", tmp_path / "block")
-    tensors = load_file(tmp_path / "block" / "drafter" / "model.safetensors")
-    assert np.abs(tensors["markov_head.markov_w2.weight"]).max() > 0  # it begins at zero
+    run_script(monkeypatch, train_draft, *given, "--head.kind", *head, "--out", tmp_path / "head")
+    tensors = load_file(tmp_path / "head" / "drafter" / "model.safetensors")
+    assert np.abs(tensors[tensor]).max() > 0  # a block drafter's begins at zero
     # The folder drafts wherever a head does.
-    made = ("--policy", models / "policy", "--drafter", tmp_path / "block" / "drafter", "--task", "arithmetic")
+    made = ("--policy", models / "policy", "--drafter", tmp_path / "head" / "drafter", "--task", "arithmetic")
     few = ("--problems", 4, "--max-new-tokens", 12, "--temperature", 0)
     texts = []
     for length in (0, 3):
@@ -84,6 +94,7 @@ def test_a_block_drafter_is_trained_and_drafts(monkeypatch, tmp_path, models, da
         (("--task", "arithmetic", "--drafter", "x", "--head.qk-norm"), "--head options are for a new head"),
         (("--task", "arithmetic", "--head.kind", "block", "--head.block-size", 1), "--head.block-size is 1"),
         (("--task", "arithmetic", "--head.kind", "block", "--head.fc-norm"), "--head.fc-norm does not belong to"),
+        (("--task", "arithmetic", "--head.kind", "mtp", "--head.qk-norm"), "--head.qk-norm does not belong to"),
         (("--task", "arithmetic", "--head.layers", 3), "--head.layers does not belong to --head.kind eagle3"),
         (
             ("--task", "arithmetic", "--head.kind", "block", "--head.block-size", 2, "--head.no-sample-from-anchor"),

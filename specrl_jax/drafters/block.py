@@ -145,7 +145,7 @@ class BlockDrafter:
     def _filled(self, params: BlockParams, embed: Float[Array, "v d"], state: BlockState, depth: int) -> Block:
         """The first `depth` drafts of every row's block."""
         if params.lm_head is None:
-            raise ValueError("the block drafter has no output rows; give it the policy's (`with_policy_head`)")
+            raise ValueError("the block drafter has no output rows; give it the policy's (`heads.for_policy`)")
         hidden = draft_hidden(self.config, params.weights, embed, state)[:, :depth]
         logits = linear(hidden.reshape(-1, hidden.shape[2]), params.lm_head, jnp.float32)
         return Block(hidden, logits.reshape(*hidden.shape[:2], -1))

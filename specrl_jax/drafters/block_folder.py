@@ -4,7 +4,6 @@ The embedding is the policy's and not stored. Output rows are, once they are kno
 the policy's.
 """
 
-import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -21,15 +20,13 @@ from specrl_jax.drafters.head_files import (
     read_tensors,
     save_head,
     vocab_maps,
-    weights_file,
+    weights_files,
     whole_layer,
 )
 from specrl_jax.errors import InputError
 from specrl_jax.models.config import PolicyConfig
 from specrl_jax.models.huggingface import resolve_folder
 from specrl_jax.models.huggingface_config import config_from_hf, config_to_hf
-from specrl_jax.models.params import PolicyParams
-from specrl_jax.models.policy import head_weights
 from specrl_jax.models.weights import LAYER_NAMES, read_json
 
 _NAMES = {
@@ -174,7 +171,7 @@ def load_block(source: str | Path, policy: PolicyConfig | None = None) -> tuple[
         policy: where given, the drafter must fit it.
 
     Returns:
-        The drafter, and its parameters; without output rows where these are the policy's (`with_policy_head`).
+        The drafter, and its parameters; without output rows where these are the policy's (`heads.for_policy`).
 
     Raises:
         InputError: a file is missing or damaged, weights are pickled, a tensor is missing, unknown or of another
@@ -187,23 +184,15 @@ def load_block(source: str | Path, policy: PolicyConfig | None = None) -> tuple[
         config = config_from_json(hf, policy)
     except InputError as error:
         raise InputError(f"{config_file}: {error}") from None
-    file, vocab_size = weights_file(folder), config.backbone.vocab_size
+    files, vocab_size = weights_files(folder), config.backbone.vocab_size
     expected = {_name(field): shape for field, shape in weight_shapes(config).items()}
     expected[_HEAD] = (config.draft_vocab_size, config.backbone.hidden_size)
     expected[_EMBED] = (vocab_size, config.backbone.hidden_size)
     whole = config.draft_vocab_size == vocab_size
     optional = (_EMBED, _HEAD) if whole else (_EMBED,)
     sizes = config.draft_vocab_size, vocab_size
-    found = read_tensors(file, expected, optional, *sizes, lambda name: name.removeprefix("model."))
-    ids, dtype = read_target_ids(file, found, *sizes), jnp.dtype(config.backbone.dtype)
+    found = read_tensors(files, expected, optional, *sizes, lambda name: name.removeprefix("model."))
+    ids, dtype = read_target_ids(folder, found, *sizes), jnp.dtype(config.backbone.dtype)
     arrays = {field: jnp.asarray(found[_name(field)].astype(dtype)) for field in weight_shapes(config)}
     head = jnp.asarray(found[_HEAD].astype(dtype)) if _HEAD in found else None
     return BlockDrafter(config), BlockParams(as_weights(arrays), head, jnp.asarray(ids))
-
-
-def with_policy_head(params: BlockParams, policy: PolicyParams) -> BlockParams:
-    """The drafter with the policy's output rows, where it came without any."""
-    if params.lm_head is not None:
-        return params
-    head = head_weights(policy)[1][params.target_ids]
-    return dataclasses.replace(params, lm_head=head.astype(params.weights.fc.dtype))

@@ -9,7 +9,16 @@ the head's own output one step earlier. One layer, with rotary position `p`:
     h2 = h1 + mlp(norm(h1))                       fed back as it is, not normalised
     logits = norm(h2) lm_head
 
-The flags of `Eagle3Config` are the variants in use, those of EAGLE-3.1 among them.
+The flags of `Eagle3Config` are the variants in use, those of EAGLE-3.1 among them. One is another head: with `mtp` it
+is that of policies trained for multi-token prediction (DeepSeek-V3, arXiv 2412.19437; MiMo, arXiv 2505.07608), whose
+layer is one of the policy's, behind a projection, `h` being the policy's last residual stream:
+
+    h0 = input_proj concat(norm(h), norm(embed[token]))    hidden state first
+    h1 = h0 + attention(norm(h0)) o_proj
+    h2 = h1 + mlp(norm(h1))                                fed back after the final norm
+
+with zeros for the embedding in slot 0, as in vLLM. A policy has one such layer; for more than one draft it reads its
+own output, as in vLLM and as FastMTP (arXiv 2509.18362) trains it.
 
 Keys and values of a slot depend on its pair only, so `commit` projects all new
 pairs but attends for the last one alone. Its numerics are always plain: a draft
@@ -50,7 +59,9 @@ class Eagle3State:
 
 def fuse(config: Eagle3Config, weights: Eagle3Weights, features: Float[Array, "n fd"]) -> Float[Array, "n d"]:
     """The policy's features in the head's width."""
-    features = features.astype(weights.fc.dtype)
+    features = features.astype(weights.hidden_norm.dtype)
+    if weights.fc is None:
+        return features
     if weights.input_norm is not None:
         features = rms_norm(features, weights.input_norm, config.rms_norm_eps)
     if weights.fc_norms is not None:
@@ -62,7 +73,8 @@ def fuse(config: Eagle3Config, weights: Eagle3Weights, features: Float[Array, "n
 
 def fed_back(config: Eagle3Config, weights: Eagle3Weights, hidden: Float[Array, "n d"]) -> Float[Array, "n d"]:
     """What the head reads of its own output, `h2`, one step later."""
-    return rms_norm(hidden, weights.final_norm, config.rms_norm_eps) if config.norm_output else hidden
+    normed = config.norm_output or config.mtp
+    return rms_norm(hidden, weights.final_norm, config.rms_norm_eps) if normed else hidden
 
 
 def attention_input(
@@ -71,11 +83,22 @@ def attention_input(
     embed: Float[Array, "v d"],
     tokens: Int[Array, "n"],
     hidden: Float[Array, "n d"],
-) -> Float[Array, "n ed"]:
-    """Normalised embedding beside normalised hidden state."""
+    positions: Int[Array, "n"],
+) -> tuple[Float[Array, "n d"], Float[Array, "n ed"]]:
+    """The layer's residual, and what its attention reads, of tokens and hidden states in their slots."""
     embedded = embed[tokens].astype(hidden.dtype)
+    if config.mtp:
+        embedded = jnp.where(positions[:, None] == 0, jnp.zeros((), hidden.dtype), embedded)
     embedded = rms_norm(embedded, weights.embed_norm, config.rms_norm_eps)
-    return jnp.concatenate([embedded, rms_norm(hidden, weights.hidden_norm, config.rms_norm_eps)], axis=-1)
+    normed = rms_norm(hidden, weights.hidden_norm, config.rms_norm_eps)
+    if weights.input_proj is None or weights.attn_norm is None:
+        return normed if config.norm_before_residual else hidden, jnp.concatenate([embedded, normed], axis=-1)
+    residual = linear(jnp.concatenate([normed, embedded], axis=-1), weights.input_proj)
+    return residual, rms_norm(residual, weights.attn_norm, config.rms_norm_eps)
+
+
+def _biased(x: Float[Array, "n i"], kernel: Float[Array, "o i"], bias: Float[Array, "o"] | None) -> Float[Array, "n o"]:
+    return linear(x, kernel) if bias is None else linear(x, kernel) + bias[None]
 
 
 def project_queries(
@@ -83,7 +106,7 @@ def project_queries(
 ) -> Float[Array, "n h c"]:
     """Rotated queries."""
     cos, sin = rope_angles(positions, config.rope, config.head_dim)
-    queries = linear(x, weights.q_proj).reshape(x.shape[0], -1, config.head_dim)
+    queries = _biased(x, weights.q_proj, weights.q_bias).reshape(x.shape[0], -1, config.head_dim)
     if weights.q_norm is not None:
         queries = rms_norm(queries, weights.q_norm, config.rms_norm_eps)
     return apply_rope(queries, cos, sin)
@@ -94,25 +117,25 @@ def project_keys(
 ) -> tuple[Float[Array, "n g c"], Float[Array, "n g c"]]:
     """Rotated keys, and values."""
     cos, sin = rope_angles(positions, config.rope, config.head_dim)
-    keys = linear(x, weights.k_proj).reshape(x.shape[0], -1, config.head_dim)
+    keys = _biased(x, weights.k_proj, weights.k_bias).reshape(x.shape[0], -1, config.head_dim)
+    values = _biased(x, weights.v_proj, weights.v_bias).reshape(keys.shape)
     if weights.k_norm is not None:
         keys = rms_norm(keys, weights.k_norm, config.rms_norm_eps)
-    return apply_rope(keys, cos, sin), linear(x, weights.v_proj).reshape(x.shape[0], -1, config.head_dim)
+    return apply_rope(keys, cos, sin), values
 
 
 def mix_and_mlp(
-    config: Eagle3Config, weights: Eagle3Weights, hidden: Float[Array, "n d"], attended: Float[Array, "n h c"]
+    config: Eagle3Config, weights: Eagle3Weights, residual: Float[Array, "n d"], attended: Float[Array, "n h c"]
 ) -> Float[Array, "n d"]:
-    """The layer after attention: `h2` from the slot's own hidden state and what it attended to."""
-    if config.norm_before_residual:
-        hidden = rms_norm(hidden, weights.hidden_norm, config.rms_norm_eps)
-    mixed = hidden + linear(attended.reshape(hidden.shape[0], -1), weights.o_proj)
+    """The layer after attention: `h2` from the slot's residual and what it attended to."""
+    mixed = residual + linear(attended.reshape(residual.shape[0], -1), weights.o_proj)
     normed = rms_norm(mixed, weights.mlp_norm, config.rms_norm_eps)
     return mixed + swiglu(normed, weights.gate_proj, weights.up_proj, weights.down_proj)
 
 
 def draft_logits(config: Eagle3Config, weights: Eagle3Weights, hidden: Float[Array, "n d"]) -> Float[Array, "n dv"]:
     """Float32 logits over the draft vocabulary, from `h2`."""
+    assert weights.lm_head is not None
     normed = rms_norm(hidden, weights.final_norm, config.rms_norm_eps)
     return linear(normed, weights.lm_head, jnp.float32)
 
@@ -143,11 +166,11 @@ def commit(
     rows, width = tokens.shape
     steps = jnp.arange(width, dtype=jnp.int32)[None]
     slots = jnp.where(steps < counts[:, None], state.length[:, None] + steps, -1)
-    positions = slots.reshape(-1)
+    positions = jnp.maximum(slots.reshape(-1), 0)
 
     fused = fuse(config, weights, features.reshape(rows * width, -1))
-    x = attention_input(config, weights, embed, tokens.reshape(-1), fused)
-    keys, values = project_keys(config, weights, x, jnp.maximum(positions, 0))
+    residual, x = attention_input(config, weights, embed, tokens.reshape(-1), fused, positions)
+    keys, values = project_keys(config, weights, x, positions)
     length = state.length + counts
     all_keys, all_values = write(state.keys, keys, slots), write(state.values, values, slots)
 
@@ -157,7 +180,7 @@ def commit(
     attended = attend(queries[:, None], all_keys, all_values, state.start, length - 1, *own, jnp.ones((1, 1), bool))[
         :, 0
     ]
-    hidden = mix_and_mlp(config, weights, fused[last], attended)
+    hidden = mix_and_mlp(config, weights, residual[last], attended)
     hidden = jnp.where((counts > 0)[:, None], hidden, state.hidden)
     return Eagle3State(all_keys, all_values, length, state.start, hidden)
 
@@ -174,7 +197,7 @@ def propose(
 
     Keys and values of drafted tokens stay beside the cache, which is neither copied nor written.
     """
-    weights = params.weights
+    weights = params.with_rows(params.weights)
     rows = state.hidden.shape[0]
     hidden = state.hidden[:, None]
     read: list[int] = []
@@ -189,7 +212,7 @@ def propose(
             came_from = [above.index(tree.parents[node - 1]) for node in nodes]
             fed = fed_back(config, weights, hidden[:, np.array(came_from)].reshape(rows * count, -1))
             positions = jnp.repeat(state.length + (depth - 1), count)
-            x = attention_input(config, weights, embed, before[:, :, -1].reshape(-1), fed)
+            residual, x = attention_input(config, weights, embed, before[:, :, -1].reshape(-1), fed, positions)
             for store, new in zip((keys, values), project_keys(config, weights, x, positions), strict=True):
                 store.append(new.reshape(rows, count, *new.shape[1:]).transpose(0, 2, 1, 3))
             read.extend(nodes)
@@ -199,7 +222,7 @@ def propose(
             sees = jnp.asarray(tree.sees[np.ix_(nodes, read)])
             attended = attend(queries, state.keys, state.values, state.start, state.length, *own, sees)
             attended = attended.reshape(rows * count, *attended.shape[2:])
-            hidden = mix_and_mlp(config, weights, fed, attended).reshape(rows, count, -1)
+            hidden = mix_and_mlp(config, weights, residual, attended).reshape(rows, count, -1)
         logits = draft_logits(config, weights, hidden.reshape(rows * count, -1)).reshape(rows, count, -1)
         return choose(logits, params.target_ids, before, candidates)
 
@@ -227,20 +250,20 @@ def advance(
     """Take a draft of every row; the logits of the next (as `protocol.ChainDrafter.advance`)."""
     positions = state.length + step
     fed = fed_back(config, weights, carry.hidden)
-    x = attention_input(config, weights, embed, tokens, fed)
+    residual, x = attention_input(config, weights, embed, tokens, fed, positions)
     new_keys, new_values = project_keys(config, weights, x, positions)
     keys = lax.dynamic_update_slice_in_dim(carry.keys, new_keys[:, :, None], step, 2)
     values = lax.dynamic_update_slice_in_dim(carry.values, new_values[:, :, None], step, 2)
     queries = project_queries(config, weights, x, positions)[:, None]
     sees = (jnp.arange(keys.shape[2], dtype=jnp.int32) <= step)[None]
     attended = attend(queries, state.keys, state.values, state.start, state.length, keys, values, sees)
-    hidden = mix_and_mlp(config, weights, fed, attended[:, 0])
+    hidden = mix_and_mlp(config, weights, residual, attended[:, 0])
     return Drafted(keys, values, hidden), draft_logits(config, weights, hidden)
 
 
 @dataclass(frozen=True)
 class Eagle3Drafter:
-    """An EAGLE-3 head as the rollout uses it (`protocol.Drafter`)."""
+    """An EAGLE-3 or MTP head as the rollout uses it (`protocol.Drafter`)."""
 
     config: Eagle3Config
 
@@ -289,7 +312,7 @@ class Eagle3Drafter:
         """The draft after the last committed pair."""
         rows, groups, _, width = state.keys.shape
         empty = jnp.zeros((rows, groups, depth, width), state.keys.dtype)
-        logits = draft_logits(self.config, params.weights, state.hidden)
+        logits = draft_logits(self.config, params.with_rows(params.weights), state.hidden)
         return Drafted(empty, empty, state.hidden), choose_next(choose, logits, params.target_ids, jnp.int32(0))
 
     def advance(
@@ -303,12 +326,13 @@ class Eagle3Drafter:
         choose: Choose,
     ) -> tuple[Drafted, Choice]:
         """Take a draft of every row."""
-        carry, logits = advance(self.config, params.weights, params.embedding(embed), state, carry, tokens, step)
+        weights = params.with_rows(params.weights)
+        carry, logits = advance(self.config, weights, params.embedding(embed), state, carry, tokens, step)
         return carry, choose_next(choose, logits, params.target_ids, step + 1)
 
     def step_bytes(self, params: Eagle3Params) -> int:
-        """Those of the weights."""
-        return sum(leaf.nbytes for leaf in jax.tree.leaves(params.weights))
+        """Those of the weights, and of output rows that are the policy's."""
+        return sum(leaf.nbytes for leaf in jax.tree.leaves((params.weights, params.lm_head)))
 
     def skip(self, state: Eagle3State, counts: Int[Array, "r"]) -> Eagle3State:
         """Go on after a gap, whose slots are not read."""

@@ -7,7 +7,7 @@ another's default. All of it is settled here, once, at load.
 import warnings
 from typing import Any
 
-from specrl_jax.drafters.eagle3_params import Eagle3Config, default_boundaries
+from specrl_jax.drafters.eagle3_params import Eagle3Config, default_boundaries, head_config
 from specrl_jax.drafters.head_files import check_fits, integers, whole_layer
 from specrl_jax.errors import InputError
 from specrl_jax.models.config import PolicyConfig
@@ -28,10 +28,10 @@ _ASSUMED = {
 }
 
 
-def _as_policy(config: Eagle3Config) -> PolicyConfig:
+def as_policy(config: Eagle3Config) -> PolicyConfig:
     """The head's layer as the policy that its config.json describes."""
     return PolicyConfig(
-        family="qwen3" if config.qk_norm else "llama",
+        family="qwen3" if config.qk_norm else "qwen2" if config.qkv_bias else "llama",
         vocab_size=config.vocab_size,
         hidden_size=config.hidden_size,
         intermediate_size=config.intermediate_size,
@@ -53,7 +53,7 @@ def config_json(config: Eagle3Config) -> dict[str, Any]:
     boundaries, also those of SpecForge where it finds no others, so that the boundaries stand at the top for it.
     Other engines read ids of their own choice; we read `residual_boundaries`.
     """
-    hf = config_to_hf(_as_policy(config)) | {
+    hf = config_to_hf(as_policy(config)) | {
         "architectures": [_QWEN3 if config.qk_norm else _LLAMA],
         "draft_vocab_size": config.draft_vocab_size,
         _LAYER_IDS: list(config.boundaries),
@@ -154,20 +154,11 @@ def config_from_json(
     draft_vocab_size = hf.get("draft_vocab_size") or layer.vocab_size
     if type(draft_vocab_size) is not int:
         raise InputError(f"draft head config has draft_vocab_size = {draft_vocab_size!r}; it must be an integer")
-    config = Eagle3Config(
-        hidden_size=layer.hidden_size,
-        intermediate_size=layer.intermediate_size,
-        num_heads=layer.num_heads,
-        num_kv_heads=layer.num_kv_heads,
-        head_dim=layer.head_dim,
-        vocab_size=layer.vocab_size,
-        draft_vocab_size=draft_vocab_size,
-        boundaries=_boundaries(hf, policy, speculators) if boundaries is None else boundaries,
+    config = head_config(
+        layer,
+        draft_vocab_size,
+        _boundaries(hf, policy, speculators) if boundaries is None else boundaries,
         target_hidden_size=hf.get("target_hidden_size") or layer.hidden_size,
-        rms_norm_eps=layer.rms_norm_eps,
-        rope=layer.rope,
-        max_position_embeddings=layer.max_position_embeddings,
-        dtype=layer.dtype,
         qk_norm=family == "Qwen3ForCausalLM",
         own_embed=own_embed,
         **_flags(hf),

@@ -103,6 +103,8 @@ def _expand_fc(base: Float[Array, "o i"], old: Float[Array, "p j"]) -> Float[Arr
 
 @functools.partial(jax.jit, static_argnums=(2, 3))
 def _expand_weights(key: Any, old: Eagle3Weights, source: Eagle3Config, target: Eagle3Config) -> Eagle3Weights:
+    assert old.fc is not None
+    assert old.lm_head is not None
     width, old_width, dtype = target.hidden_size, source.hidden_size, jnp.dtype(target.dtype)
     shapes = {name: (shape[0], shape[1]) for name, shape in weight_shapes(target).items() if len(shape) == 2}
     array_keys = dict(zip(shapes, jax.random.split(key, len(shapes)), strict=True))

@@ -13,11 +13,19 @@ from jaxtyping import Array, Float
 from specrl_jax.drafters.eagle3 import Eagle3Drafter
 from specrl_jax.drafters.eagle3_dialects import config_from_json, config_json
 from specrl_jax.drafters.eagle3_params import Eagle3Config, Eagle3Params, as_weights, weight_shapes
-from specrl_jax.drafters.head_files import by_name, read_target_ids, read_tensors, save_head, vocab_maps, weights_file
+from specrl_jax.drafters.head_files import (
+    by_name,
+    has_weights,
+    read_target_ids,
+    read_tensors,
+    save_head,
+    vocab_maps,
+    weights_files,
+)
 from specrl_jax.errors import InputError
 from specrl_jax.models.config import PolicyConfig
 from specrl_jax.models.huggingface import resolve_folder
-from specrl_jax.models.weights import WEIGHTS_FILE, read_json, tensor_headers
+from specrl_jax.models.weights import read_json, weight_map
 
 _NAMES = {
     "fc": "fc.weight",
@@ -89,18 +97,17 @@ def load_eagle3(
     config_file = folder / "config.json"
     hf = read_json(config_file)
     # What is in the file is needed to understand the config, and a config that cannot be used is refused first.
-    weights = folder / WEIGHTS_FILE
-    own_embed = weights.exists() and any(_canonical(name) == _EMBED for name in tensor_headers(weights))
+    own_embed = has_weights(folder) and any(_canonical(name) == _EMBED for name in weight_map(folder))
     try:
         config = config_from_json(hf, policy, boundaries, own_embed)
     except InputError as error:
         raise InputError(f"{config_file}: {error}") from None
-    file = weights_file(folder)
+    files = weights_files(folder)
     expected = {_name(field): shape for field, shape in weight_shapes(config).items()}
     expected[_EMBED] = (config.vocab_size, config.hidden_size)
     sizes = config.draft_vocab_size, config.vocab_size
-    found = read_tensors(file, expected, (_EMBED,), *sizes, _canonical)
-    ids, dtype = read_target_ids(file, found, *sizes), jnp.dtype(config.dtype)
+    found = read_tensors(files, expected, (_EMBED,), *sizes, _canonical)
+    ids, dtype = read_target_ids(folder, found, *sizes), jnp.dtype(config.dtype)
     arrays = {field: jnp.asarray(found[_name(field)].astype(dtype)) for field in weight_shapes(config)}
     embed = jnp.asarray(found[_EMBED].astype(dtype)) if own_embed else None
     return Eagle3Drafter(config), Eagle3Params(as_weights(arrays), jnp.asarray(ids), embed)

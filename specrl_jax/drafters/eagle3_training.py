@@ -110,7 +110,8 @@ def ttt_hidden(
     outputs = []
     for step in range(steps):
         positions = jnp.tile(jnp.arange(slots, dtype=jnp.int32) + step, batch)
-        x = attention_input(config, weights, embed, shift(tokens, 1 + step).reshape(-1), hidden)
+        following = shift(tokens, 1 + step).reshape(-1)
+        residual, x = attention_input(config, weights, embed, following, hidden, positions)
         q = project_queries(config, weights, x, positions).reshape(batch, slots, -1, config.head_dim)
         key, value = (y.reshape(batch, slots, -1, config.head_dim) for y in project_keys(config, weights, x, positions))
         if base is None:
@@ -119,7 +120,7 @@ def ttt_hidden(
             own_keys.append(key)
             own_values.append(value)
         attended = _attend(q, *base, own_keys, own_values)
-        output = mix_and_mlp(config, weights, hidden, attended.reshape(batch * slots, -1, config.head_dim))
+        output = mix_and_mlp(config, weights, residual, attended.reshape(batch * slots, -1, config.head_dim))
         outputs.append(output)
         hidden = fed_back(config, weights, output)
     return outputs

@@ -17,7 +17,7 @@ from transformers import AutoConfig
 from specrl_jax.errors import InputError
 from specrl_jax.models.config import PolicyConfig
 from specrl_jax.models.folders import replaced_folder
-from specrl_jax.models.weights import WEIGHTS_FILE, tensor_headers, write_tensors
+from specrl_jax.models.weights import INDEX_FILE, WEIGHTS_FILE, tensor_headers, weight_map, write_tensors
 
 OFFSETS, MEMBERS = "d2t", "t2d"
 _TYPES = {OFFSETS: ("I64", "I32"), MEMBERS: ("BOOL",)}
@@ -69,11 +69,15 @@ def check_fits(kind: str, hidden_size: int, vocab_size: int, boundaries: tuple[i
         )
 
 
-def weights_file(folder: Path) -> Path:
+def has_weights(folder: Path) -> bool:
+    """Whether safetensors are there."""
+    return any((folder / name).exists() for name in (WEIGHTS_FILE, INDEX_FILE))
+
+
+def weights_files(folder: Path) -> list[Path]:
     """The folder's safetensors; InputError where there are none, or pickles in their place."""
-    file = folder / WEIGHTS_FILE
-    if file.exists():
-        return file
+    if has_weights(folder):
+        return sorted(set(weight_map(folder).values()))
     if list(folder.glob("*.bin")) or list(folder.glob("*.pt")):
         raise InputError(
             f"{folder} holds pickled weights, which can run code; convert them with "
@@ -103,29 +107,30 @@ def save_head(folder: str | Path, hf: Mapping[str, Any], tensors: dict[str, np.n
 
 
 def read_tensors(
-    file: Path,
+    files: Collection[Path],
     expected: Shapes,
     optional: Collection[str],
     draft_vocab_size: int,
     vocab_size: int,
-    canonical: Callable[[str], str],
+    canonical: Callable[[str], str | None],
 ) -> dict[str, np.ndarray]:
     """All tensors by canonical name, after checks of names, shapes and element types.
 
     Args:
         expected: shapes by canonical name, without the maps of the draft vocabulary. optional: may be missing.
-        canonical: our name for a tensor's name in the file.
+        canonical: our name for a tensor's name in the files; None for those of the policy.
 
     Raises:
         InputError: a tensor is missing, unknown, of another shape or type; names it.
     """
     expected = {**expected, OFFSETS: (draft_vocab_size,), MEMBERS: (vocab_size,)}
     optional = {*optional, MEMBERS, *([OFFSETS] if draft_vocab_size == vocab_size else [])}
-    stored: dict[str, str] = {}
-    for name, (shape, kind) in tensor_headers(file).items():
-        if name.endswith(_IGNORED):
-            continue
+    stored: dict[str, tuple[Path, str]] = {}
+    headers = [(file, name, *header) for file in files for name, header in tensor_headers(file).items()]
+    for file, name, shape, kind in headers:
         known = canonical(name)
+        if known is None or name.endswith(_IGNORED):
+            continue
         if known not in expected or known in stored:
             raise InputError(f"{file} has the unexpected tensor {name}; its config.json asks for no such weight")
         if shape != expected[known]:
@@ -135,23 +140,27 @@ def read_tensors(
             )
         if kind not in _TYPES.get(known, _FLOATS):
             raise InputError(f"{file} has tensor {name} of type {kind}; only unquantized heads are supported")
-        stored[known] = name
+        stored[known] = (file, name)
     for name in expected:
         if name not in stored and name not in optional:
-            raise InputError(f"{file} lacks tensor {name}; its weights do not belong to its config.json")
-    with safe_open(file, framework="numpy") as opened:
-        return {known: opened.get_tensor(name) for known, name in stored.items()}
+            where = ", ".join(map(str, files))
+            raise InputError(f"{where} lacks tensor {name}; its weights do not belong to its config.json")
+    found = {}
+    for known, (file, name) in stored.items():
+        with safe_open(file, framework="numpy") as opened:
+            found[known] = opened.get_tensor(name)
+    return found
 
 
 def read_target_ids(
-    file: Path, tensors: Mapping[str, np.ndarray], draft_vocab_size: int, vocab_size: int
+    folder: Path, tensors: Mapping[str, np.ndarray], draft_vocab_size: int, vocab_size: int
 ) -> np.ndarray:
     """Target token of every draft token. `d2t` decides: it may be in any order, so `t2d` can only be checked."""
     ids, members = np.arange(draft_vocab_size), tensors.get(MEMBERS)
     if OFFSETS in tensors:
         ids = ids + tensors[OFFSETS].astype(np.int64)
     if ids.min() < 0 or ids.max() >= vocab_size or len(np.unique(ids)) != len(ids):
-        raise InputError(f"{file} has a d2t that names a token twice or outside the vocabulary; download it again")
+        raise InputError(f"{folder} has a d2t that names a token twice or outside the vocabulary; download it again")
     if members is not None and not (members.sum() == len(ids) and members[ids].all()):
-        raise InputError(f"{file} has a t2d that does not belong to its d2t; download it again")
+        raise InputError(f"{folder} has a t2d that does not belong to its d2t; download it again")
     return ids.astype(np.int32)

@@ -1,9 +1,11 @@
 """Draft models of every kind behind one door: made, trained, saved and loaded by what their configuration says.
 
-Draft heads are EAGLE-3 heads (`eagle3`) and block drafters (`block`): a configuration, a drafter that the rollout uses,
-and parameters of which `weights` is what training changes. A small policy (`small_policy`) drafts as it is.
+Draft heads are EAGLE-3 and MTP heads (`eagle3`) and block drafters (`block`): a configuration, a drafter that the
+rollout uses, and parameters of which `weights` is what training changes. A small policy (`small_policy`) drafts as it
+is.
 """
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,7 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from specrl_jax.drafters.block import BlockDrafter
-from specrl_jax.drafters.block_folder import is_block_drafter, load_block, save_block, with_policy_head
+from specrl_jax.drafters.block_folder import is_block_drafter, load_block, save_block
 from specrl_jax.drafters.block_params import BlockConfig, BlockParams, init_block
 from specrl_jax.drafters.block_training import block_counts, block_loss
 from specrl_jax.drafters.draft_losses import DraftBatch, DraftCounts, DraftLossConfig, DraftMetrics
@@ -20,12 +22,14 @@ from specrl_jax.drafters.eagle3 import Eagle3Drafter
 from specrl_jax.drafters.eagle3_folder import load_eagle3, save_eagle3, with_policy_embedding
 from specrl_jax.drafters.eagle3_params import Eagle3Config, Eagle3Params, init_eagle3
 from specrl_jax.drafters.eagle3_training import draft_counts, draft_loss
+from specrl_jax.drafters.mtp import is_mtp_head, load_mtp, save_mtp
 from specrl_jax.drafters.small_policy import SmallPolicyDrafter
 from specrl_jax.drafters.small_policy_folder import is_small_policy, load_small_policy
 from specrl_jax.errors import InputError
 from specrl_jax.models.config import PolicyConfig
 from specrl_jax.models.huggingface import resolve_folder
 from specrl_jax.models.params import PolicyParams
+from specrl_jax.models.policy import head_weights
 from specrl_jax.models.weights import read_json
 
 HeadConfig = Eagle3Config | BlockConfig
@@ -74,6 +78,7 @@ def head_loss(
         assert isinstance(params, BlockParams)
         return block_loss(weights, params, embed, batch, config, loss, counts)
     assert isinstance(params, Eagle3Params)
+    weights = params.with_rows(weights)
     return draft_loss(weights, params.target_ids, params.embedding(embed), batch, config, loss, counts)
 
 
@@ -84,7 +89,8 @@ def save_drafter(folder: str | Path, drafter: HeadDrafter, params: HeadParams) -
         save_block(folder, drafter, params)
     else:
         assert isinstance(params, Eagle3Params)
-        save_eagle3(folder, drafter, params)
+        save = save_mtp if drafter.config.mtp else save_eagle3
+        save(folder, drafter, params)
 
 
 def load_drafter(
@@ -92,13 +98,24 @@ def load_drafter(
 ) -> tuple[DraftModel, DraftModelParams]:
     """A draft model from a folder or a hub name, its kind told from config.json.
 
-    `policy` and its `tokenizer` are what it must fit; see `load_eagle3`, `load_block` and `load_small_policy`.
+    `policy` and its `tokenizer` are what it must fit; see the four loaders.
     """
     folder = resolve_folder(source, "draft head")
     hf = read_json(folder / "config.json")
     if is_block_drafter(hf):
         return load_block(folder, policy)
+    if is_mtp_head(hf):
+        return load_mtp(folder, policy)
     return load_small_policy(folder, policy, tokenizer) if is_small_policy(hf) else load_eagle3(folder, policy)
+
+
+def with_policy_head(params: HeadParams, policy: PolicyParams) -> HeadParams:
+    """The head with the policy's output rows, where it came without any."""
+    own = params.weights.lm_head if isinstance(params, Eagle3Params) else None
+    if own is not None or params.lm_head is not None:
+        return params
+    rows = head_weights(policy)[1][params.target_ids]
+    return replace(params, lm_head=rows.astype(params.weights.final_norm.dtype))
 
 
 def as_head(drafter: DraftModel) -> HeadDrafter:
@@ -114,17 +131,20 @@ def for_policy(
     """A loaded drafter that shares with its policy what is the policy's: an equal embedding, missing output rows.
 
     Raises:
-        InputError: the drafter came without output rows and its width is not the policy's.
+        InputError: the head shares more than an embedding, and the policy has another vocabulary or width.
     """
     if isinstance(drafter, SmallPolicyDrafter):
         return drafter, params
-    if isinstance(drafter, BlockDrafter):
-        assert isinstance(params, BlockParams)
-        if policy.embed.shape != (drafter.config.backbone.vocab_size, drafter.config.backbone.hidden_size):
-            raise InputError(
-                f"block drafter reads an embedding of {drafter.config.backbone.vocab_size} tokens of width "
-                f"{drafter.config.backbone.hidden_size}, not {jnp.shape(policy.embed)}; use that policy's drafter"
-            )
-        return drafter, with_policy_head(params, policy)
-    assert isinstance(params, Eagle3Params)
-    return with_policy_embedding(drafter, params, policy.embed)
+    if isinstance(drafter, Eagle3Drafter):
+        assert isinstance(params, Eagle3Params)
+        drafter, params = with_policy_embedding(drafter, params, policy.embed)
+        if not drafter.config.mtp:
+            return drafter, params
+    assert not isinstance(params, PolicyParams)
+    sizes = drafter.config.backbone if isinstance(drafter, BlockDrafter) else drafter.config
+    if policy.embed.shape != (sizes.vocab_size, sizes.hidden_size):
+        raise InputError(
+            f"draft head reads an embedding of {sizes.vocab_size} tokens of width {sizes.hidden_size}, "
+            f"not {jnp.shape(policy.embed)}; use that policy's head"
+        )
+    return drafter, with_policy_head(params, policy)

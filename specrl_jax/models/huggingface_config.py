@@ -5,10 +5,12 @@ from typing import Any
 from specrl_jax.errors import InputError
 from specrl_jax.models.config import Family, PolicyConfig, RopeConfig
 
-_ARCHITECTURES: dict[str, Family] = {
-    "Qwen3ForCausalLM": "qwen3",
-    "Qwen2ForCausalLM": "qwen2",
-    "LlamaForCausalLM": "llama",
+# Model type and family. MiMo is a Qwen2 whose folder also holds a draft head (`drafters/mtp.py`).
+_ARCHITECTURES: dict[str, tuple[str, Family]] = {
+    "Qwen3ForCausalLM": ("qwen3", "qwen3"),
+    "Qwen2ForCausalLM": ("qwen2", "qwen2"),
+    "LlamaForCausalLM": ("llama", "llama"),
+    "MiMoForCausalLM": ("mimo", "qwen2"),
 }
 _SCALED = ("factor", "original_max_position_embeddings")
 _ROPE_FIELDS: dict[str, tuple[str, ...]] = {
@@ -45,13 +47,13 @@ def _optional_number(values: dict[str, Any], name: str) -> float | None:
 
 def _family(hf: dict[str, Any]) -> Family:
     known = ", ".join(_ARCHITECTURES)
-    by_type = {family: name for name, family in _ARCHITECTURES.items()}
+    by_type = {model_type: name for name, (model_type, _) in _ARCHITECTURES.items()}
     architectures = hf.get("architectures") or [by_type.get(hf.get("model_type", ""), hf.get("model_type"))]
     architecture = architectures[0] if isinstance(architectures, list) else architectures
     if architecture not in _ARCHITECTURES:
         raise InputError(f"policy config names the architecture {architecture!r}; supported are {known}")
-    family = _ARCHITECTURES[architecture]
-    if hf.get("model_type", family) != family:
+    model_type, family = _ARCHITECTURES[architecture]
+    if hf.get("model_type", model_type) != model_type:
         raise InputError(
             f"policy config names the architecture {architecture!r} and the model_type {hf['model_type']!r}; "
             "they must belong together"
@@ -171,7 +173,7 @@ def config_to_hf(config: PolicyConfig, token_ids: dict[str, int | None] | None =
             f"policy hidden_size {config.hidden_size} is not a multiple of num_heads {config.num_heads}; "
             "transformers loads no Llama of that shape"
         )
-    architecture = next(name for name, family in _ARCHITECTURES.items() if family == config.family)
+    architecture = next(name for name, (kind, _) in _ARCHITECTURES.items() if kind == config.family)
     rope = _rope_to_hf(config.rope)
     hf: dict[str, Any] = {
         "architectures": [architecture],

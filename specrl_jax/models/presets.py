@@ -47,6 +47,23 @@ _LLAMA_3_1_8B = PolicyConfig(
 )
 
 
+_MIMO_7B = PolicyConfig(
+    family="qwen2",
+    vocab_size=151680,
+    hidden_size=4096,
+    intermediate_size=11008,
+    num_layers=36,
+    num_heads=32,
+    num_kv_heads=8,
+    head_dim=128,
+    rms_norm_eps=1e-5,
+    tie_embeddings=False,
+    max_position_embeddings=32768,
+    rope=RopeConfig(theta=640_000.0),
+    dtype="bfloat16",
+)
+
+
 def _tiny(family: Family) -> PolicyConfig:
     """Two layers of width 64; change the vocabulary to the tokenizer's with `dataclasses.replace`."""
     return PolicyConfig(
@@ -71,6 +88,7 @@ PRESETS: dict[str, PolicyConfig] = {
     "qwen3-14b": _qwen3(5120, 17408, 40, 40, tied=False),
     "qwen3-32b": _qwen3(5120, 25600, 64, 64, tied=False),
     "llama-3.1-8b": _LLAMA_3_1_8B,
+    "mimo-7b": _MIMO_7B,
     "tiny-qwen3": _tiny("qwen3"),
     "tiny-qwen2": _tiny("qwen2"),
     "tiny-llama": replace(_tiny("llama"), tie_embeddings=False),

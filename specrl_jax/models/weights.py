@@ -19,6 +19,7 @@ from specrl_jax.models.params import LayerParams, PolicyParams, layer_shapes
 
 WEIGHTS_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
+MTP_PREFIX = "model.mtp_layers."
 LAYER_NAMES = {
     "attn_norm": "input_layernorm.weight",
     "q_proj": "self_attn.q_proj.weight",
@@ -112,7 +113,7 @@ def read_json(file: Path) -> dict[str, Any]:
     return value
 
 
-def _weight_map(folder: Path) -> dict[str, Path]:
+def weight_map(folder: Path) -> dict[str, Path]:
     """The file of each tensor, by the index, or by the header of the single file."""
     if (folder / INDEX_FILE).exists():
         listed = read_json(folder / INDEX_FILE).get("weight_map")
@@ -156,8 +157,9 @@ def tensor_headers(file: Path) -> dict[str, tuple[tuple[int, ...], str]]:
 
 
 def _is_ignored(name: str, config: PolicyConfig) -> bool:
-    """Tensors that old or tied checkpoints carry and that the model does not read."""
-    return (config.tie_embeddings and name == _HEAD) or name.endswith(".rotary_emb.inv_freq")
+    """Tensors that old or tied checkpoints carry and that the model does not read, and those of a draft head in it."""
+    old = (config.tie_embeddings and name == _HEAD) or name.endswith(".rotary_emb.inv_freq")
+    return old or name.startswith(MTP_PREFIX)
 
 
 def _check_tensors(folder: Path, config: PolicyConfig, files: dict[str, Path]) -> None:
@@ -190,7 +192,7 @@ def read_params(folder: Path, config: PolicyConfig) -> PolicyParams:
     Raises:
         InputError: a file or tensor is missing, truncated, unexpected or of another shape than the config's.
     """
-    files = _weight_map(folder)
+    files = weight_map(folder)
     _check_tensors(folder, config, files)
     dtype = jnp.dtype(config.dtype)
     layers: list[dict[str, Any]] = [{} for _ in range(config.num_layers)]

@@ -20,7 +20,7 @@ import numpy as np
 
 from experiments import train_draft
 from experiments.bench_models import in_turn
-from experiments.bench_rollout import Arm
+from experiments.bench_rollout import Arm, rollout_program
 from experiments.common import check_least, progress, run_main
 from experiments.draft_stage import Rollouts
 from experiments.expand import size
@@ -138,7 +138,7 @@ def arm_of(config: Config, model: Model, method: Method, prompts: Prompts, rows:
     engine = RolloutEngine(model.policy, settings, model.numerics, method.drafter)
     number = jnp.tile(jnp.arange(config.samples, dtype=jnp.int32), len(prompts.lengths))
     keys = sequence_keys(config.run.seed, "evaluation", epoch, jnp.repeat(prompts.row_ids, config.samples), number)
-    program = jax.jit(engine.rollout)
+    program = rollout_program(engine)
     return Arm(engine, lambda: program(model.params, method.params, prompts, keys))
 
 

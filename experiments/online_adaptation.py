@@ -28,6 +28,7 @@ from specrl_jax.training.acceptance_plots import draw_adaptation
 from specrl_jax.training.metrics import read_metrics, write_json
 
 SCRIPT = "online_adaptation"
+FROZEN = "frozen"
 _WATCHED = 1e-6  # weight of the KL penalty, which the reports of KL come with
 
 
@@ -54,7 +55,7 @@ class Config(GrpoConfig):
     @property
     def arms(self) -> dict[str, DraftHead]:
         """Training of the head, by name."""
-        arms = {"frozen": replace(self.draft, online=False), "online": self.draft}
+        arms = {FROZEN: replace(self.draft, online=False), "online": self.draft}
         arms |= {f"online, average {kept:g}": replace(self.draft, average=kept) for kept in self.averages}
         return arms | {f"online, below {1 - t:g} of best": replace(self.draft, tolerance=t) for t in self.tolerances}
 
@@ -85,17 +86,15 @@ def run_of(config: Config, seed: int, folder: Path, **changes: Any) -> GrpoConfi
 
 
 def measure(config: Config, seed: int, out: Path) -> list[dict[str, Any]]:
-    """A row per step and arm. What the arms begin with, where it is not given, is made by a run of a single step."""
-    begin = {"policy": config.policy, "drafter": config.drafter}
-    if config.drafter is None:
-        folder = out / f"begin_{seed}"
-        frozen = replace(config.draft, online=False)
-        train_grpo.main(run_of(config, seed, folder, steps=1, draft=frozen))
-        begin = {"policy": config.policy or str(folder / "warmup"), "drafter": str(folder / "drafter")}
+    """A row per step and arm. The first arm makes what is not given; its head stays as it is, and all begin with it."""
+    begin: dict[str, Any] = {}
     rows = []
     for name, draft in config.arms.items():
         folder = out / f"{re.sub('[^a-z0-9.]+', '_', name)}_{seed}"
         train_grpo.main(run_of(config, seed, folder, draft=draft, **begin))
+        if config.drafter is None:
+            first = out / f"{FROZEN}_{seed}"
+            begin = {"policy": config.policy or str(first / "warmup"), "drafter": str(first / "drafter")}
         for row in read_metrics(folder):
             if "acceptance_length" in row:
                 names = ("acceptance_length", "kl", "reward_mean", "entropy", "draft_updated")
@@ -120,7 +119,7 @@ def summed_up(config: Config, found: list[dict[str, Any]]) -> list[dict[str, Any
         ):
             row[label], row[f"{label}_ci95"] = mean_over_seeds(values)
         trained = [1.0 if row["draft_updated"] is None else row["draft_updated"] for run in runs for row in run]
-        row["updates"] = 0.0 if name == "frozen" else float(np.mean(trained))
+        row["updates"] = 0.0 if name == FROZEN else float(np.mean(trained))
         kl, half = mean_over_seeds([run[-1]["kl"] for run in runs])
         row |= {"kl": kl, "kl_ci95": half, "reward_before": float(np.mean([run[0]["reward_mean"] for run in runs]))}
         row |= {"reward_after": float(np.mean([run[-1]["reward_mean"] for run in runs])), "seeds": len(runs)}

@@ -5,7 +5,7 @@ import json
 import pytest
 from scripts import SCRIPTS, refusal, run_script, write_models
 
-pytestmark = pytest.mark.ci
+ci, full = pytest.mark.ci, pytest.mark.full
 
 
 @pytest.fixture(scope="module")
@@ -18,6 +18,7 @@ def rows_of(monkeypatch, name, out, *argv):
     return json.loads((out / "results.json").read_text())["rows"]
 
 
+@ci
 def test_acceptance_by_task_has_a_row_per_prompts_temperature_and_drafts(monkeypatch, tmp_path, models):
     data = tmp_path / "sums.jsonl"
     data.write_text("".join(json.dumps({"prompt": f"{i}+{i}=", "answer": str(2 * i)}) + "\n" for i in range(4)))
@@ -33,12 +34,14 @@ def test_acceptance_by_task_has_a_row_per_prompts_temperature_and_drafts(monkeyp
     assert len({row["response_tokens"] for row in rows}) == 1
 
 
+@ci
 def test_acceptance_by_depth_has_a_row_per_head(monkeypatch, tmp_path):
     rows = rows_of(monkeypatch, "acceptance_by_depth", tmp_path / "out", "--mesh", "data=1")
     assert [(row["loss"], row["unroll"]) for row in rows] == [("kl", 2), ("lk", 2), ("kl", 1)]
     assert all(len(row["conditional_acceptance"]) == row["draft_length"] for row in rows)
 
 
+@full
 def test_draft_methods_stand_side_by_side(monkeypatch, tmp_path):
     rows = rows_of(monkeypatch, "draft_methods", tmp_path / "out")
     assert [row["method"] for row in rows] == [
@@ -60,15 +63,16 @@ def test_draft_methods_stand_side_by_side(monkeypatch, tmp_path):
         assert row["paid_back"] is None or row["paid_back"] >= 0.0
 
 
+@full
 def test_online_adaptation_compares_heads_on_the_same_policy(monkeypatch, tmp_path):
     rows = rows_of(monkeypatch, "online_adaptation", tmp_path / "out", "--mesh", "data=1")
     assert [row["arm"] for row in rows] == ["frozen", "online"]
     # Before anything was learned the heads are one, and the policy learns the same whoever drafts.
     for field in ("start", "kl", "reward_before", "reward_after"):
         assert rows[0][field] == rows[1][field]
-    assert rows[0]["kl"] > 0
 
 
+@ci
 @pytest.mark.parametrize(
     ("script", "argv", "sentence"),
     [

@@ -118,6 +118,13 @@ def with_policy_head(params: HeadParams, policy: PolicyParams) -> HeadParams:
     return replace(params, lm_head=rows.astype(params.weights.final_norm.dtype))
 
 
+def with_current_rows(params: Any, policy: PolicyParams) -> Any:
+    """An MTP head with the output rows of a policy that has learned; any other drafter's parameters as they are."""
+    if not isinstance(params, Eagle3Params) or params.lm_head is None:
+        return params
+    return with_policy_head(replace(params, lm_head=None), policy)
+
+
 def as_head(drafter: DraftModel) -> HeadDrafter:
     """The draft model as one that can be trained; InputError where it is a small policy."""
     if isinstance(drafter, SmallPolicyDrafter):

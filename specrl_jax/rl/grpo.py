@@ -26,6 +26,7 @@ from jaxtyping import Array, Float, Int, UInt32
 from specrl_jax.data.prompts import Prompts
 from specrl_jax.drafters.combined import head_of, history_of, with_head, with_history
 from specrl_jax.drafters.draft_losses import DraftBatch
+from specrl_jax.drafters.heads import with_current_rows
 from specrl_jax.drafters.suffix import remember
 from specrl_jax.errors import InputError
 from specrl_jax.models.numerics import isolated, opaque_int
@@ -281,7 +282,7 @@ class GrpoStep:
             state,
             params=params,
             opt_state=opt_state,
-            draft=self._with_responses(state.draft, trajectory),
+            draft=self._draft_after(state.draft, params, trajectory),
             updates=state.updates + count,
             control=trajectory.control,
             issued=state.issued + jnp.uint32(1) * lax.psum(trajectory.prompts.lengths.shape[0], DATA),
@@ -298,8 +299,14 @@ class GrpoStep:
         room = jax.tree.map(lambda s: jnp.zeros((count * s.shape[0], *s.shape[1:]), s.dtype), left)
         return state.params, state.opt_state, metrics, room
 
-    def _with_responses(self, draft: Any, trajectory: Trajectory) -> Any:
-        """The drafter's parameters with the responses of all devices among the earlier ones, where it looks at any."""
+    def _draft_after(self, draft: Any, params: PolicyParams, trajectory: Trajectory) -> Any:
+        """The drafter's parameters after the policy's update.
+
+        With what it shares with the policy, and with the responses of all devices among the earlier ones.
+        """
+        head = head_of(draft)
+        if head is not None:
+            draft = with_head(draft, with_current_rows(head, params))
         history = history_of(draft)
         if history is None:
             return draft

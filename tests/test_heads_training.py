@@ -1,0 +1,41 @@
+"""Heads of other kinds in the GRPO step: the policy's tokens and parameters do not depend on them, and they learn."""
+
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+from test_grpo import POLICY, VOCAB, autoregressive, initial, make_program, sha
+
+from specrl_jax.drafters.block_params import BlockConfig
+from specrl_jax.drafters.heads import drafter_for_head, init_head
+from specrl_jax.drafters.mtp import mtp_config
+from specrl_jax.models.policy import head_weights
+
+pytestmark = pytest.mark.ci
+BACKBONE = dataclasses.replace(POLICY, num_layers=1, tie_embeddings=False)
+HEADS = {
+    "mtp": mtp_config(POLICY),
+    "block": BlockConfig(BACKBONE, VOCAB, (0, 2), block_size=3, mask_token_id=3, markov_rank=3, confidence=True),
+}
+
+
+@pytest.mark.parametrize("kind", HEADS)
+def test_a_head_changes_neither_tokens_nor_policy(kind):
+    params, _ = initial()
+    config, program = HEADS[kind], make_program(3)
+    step = program.step
+    engine = dataclasses.replace(step.engine, drafter=drafter_for_head(config))
+    step = dataclasses.replace(step, engine=engine, drafting=dataclasses.replace(step.drafting, head=config))
+    head = init_head(jax.random.key(1), config, params)
+    state, (metrics, ours, _) = dataclasses.replace(program, step=step).scanned(2)(step.init(params, head))
+    expected, _, trajectories, _ = autoregressive()
+    for name in ("tokens", "log_probs", "lengths", "ended"):
+        np.testing.assert_array_equal(getattr(ours, name), getattr(trajectories, name))
+    assert sha(state.params) == sha(expected.params)
+    assert ours.stats.accepted.sum() > 0
+    assert (np.asarray(metrics["draft_grad_norm"]) > 0).all()
+    assert sha(state.draft.weights) != sha(head.weights)
+    if kind == "mtp":  # its output rows are the policy's, which has learned
+        np.testing.assert_array_equal(state.draft.lm_head, head_weights(state.params)[1])
+        assert sha(state.draft.lm_head) != sha(head.lm_head)

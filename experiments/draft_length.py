@@ -72,7 +72,7 @@ PRESETS: dict[str, Mapping[str, Any]] = {
         "model": {"shape": "25m"},
         "work": {"tokens": 8, "prompt_tokens": 8},
         "rows": (1,),
-        "draft_lengths": (1, 3),
+        "draft_lengths": (3,),
         "seeds": 2,
         "repeats": 1,
     },

@@ -10,7 +10,8 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from experiments.common import check_least, progress
 from experiments.setup import per_device
@@ -124,7 +125,8 @@ class DraftStage:
         tokens = np.asarray(corpus.tokens)[np.asarray(corpus.mask)]
         seen = np.bincount(tokens, minlength=self.engine.policy.vocab_size)
         ids = select_draft_vocab(seen, head.draft_vocab_size)
-        return init_head(key, head, params, ids, scale)
+        # Where a trained head lies too, so that both are drafted with by one program.
+        return jax.device_put(init_head(key, head, params, ids, scale), NamedSharding(self.mesh, P()))
 
     def train(
         self,

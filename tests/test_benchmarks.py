@@ -156,7 +156,7 @@ def test_what_the_floors_allow():
 
 def test_the_draft_length_table_has_intervals_and_the_papers_figures(monkeypatch, tmp_path):
     out = tmp_path / "out"
-    run_script(monkeypatch, SCRIPTS["draft_length"], "--preset", "smoke", "--draft-lengths", 3, "--out", out)
+    run_script(monkeypatch, SCRIPTS["draft_length"], "--preset", "smoke", "--out", out)
     rows = json.loads((out / "results.json").read_text())["rows"]
     assert [(row["workload"], row["draft_length"]) for row in rows] == [("predictable", 3), ("branchy", 3)]
     assert rows[0]["paper_acceptance_length"] == 3.32

@@ -45,31 +45,33 @@ class OfflineDraftTraining:
         """The state before the first update."""
         return DraftState(draft, self.training.init(draft), jnp.int32(0))
 
-    def _batch(self, step: Int[Array, ""], corpus: Sequences) -> Sequences:
-        """Sequences of an update: each epoch goes through the corpus in an order of its own."""
-        count = corpus.lengths.shape[0]
-        per_epoch = count // self.sequences
-        key = jax.random.fold_in(jax.random.key(self.seed), step // per_epoch)
-        chosen = lax.dynamic_slice_in_dim(
-            jax.random.permutation(key, count), step % per_epoch * self.sequences, self.sequences
-        )
-        return jax.tree.map(lambda x: x[chosen], corpus)
-
-    @lru_cache(maxsize=8)  # noqa: B019  # a configuration, nothing large
     def program(
         self, mesh: Mesh, steps: int
     ) -> Callable[[DraftState, PolicyParams, Sequences], tuple[DraftState, dict[str, Array]]]:
-        """`steps` updates as one compiled scan over `(state, policy, corpus)`; metrics have the step first.
+        """`steps` updates as one compiled scan over `(state, policy, corpus)`; metrics have the step first."""
+        compiled, seed = _program(self.training, self.sequences, mesh, steps), jnp.int32(self.seed)
+        return lambda state, policy, corpus: compiled(state, policy, corpus, seed)
 
-        Equal trainings share one program.
-        """
 
-        def run(state: DraftState, policy: PolicyParams, corpus: Sequences) -> Any:
-            def one(state: DraftState, _: None) -> tuple[DraftState, dict[str, Array]]:
-                examples = self.training.examples(policy, self._batch(state.step, corpus))
-                draft, opt_state, metrics = self.training.update(state.draft, state.opt_state, policy.embed, examples)
-                return DraftState(draft, opt_state, state.step + 1), metrics
+@lru_cache(maxsize=8)
+def _program(training: DraftTraining, sequences: int, mesh: Mesh, steps: int) -> Any:
+    """`(state, policy, corpus, seed) -> (state, metrics)`; equal trainings share one, whatever their seeds."""
 
-            return lax.scan(one, state, None, length=steps)
+    def run(state: DraftState, policy: PolicyParams, corpus: Sequences, seed: Int[Array, ""]) -> Any:
+        def one(state: DraftState, _: None) -> tuple[DraftState, dict[str, Array]]:
+            examples = training.examples(policy, _batch(corpus, sequences, state.step, seed))
+            draft, opt_state, metrics = training.update(state.draft, state.opt_state, policy.embed, examples)
+            return DraftState(draft, opt_state, state.step + 1), metrics
 
-        return over_mesh(mesh, run, (P(), P(), P(DATA)), (P(), P()))
+        return lax.scan(one, state, None, length=steps)
+
+    return over_mesh(mesh, run, (P(), P(), P(DATA), P()), (P(), P()))
+
+
+def _batch(corpus: Sequences, sequences: int, step: Int[Array, ""], seed: Int[Array, ""]) -> Sequences:
+    """Sequences of an update: each epoch goes through the corpus in an order of its own."""
+    count = corpus.lengths.shape[0]
+    per_epoch = count // sequences
+    key = jax.random.fold_in(jax.random.key(seed), step // per_epoch)
+    chosen = lax.dynamic_slice_in_dim(jax.random.permutation(key, count), step % per_epoch * sequences, sequences)
+    return jax.tree.map(lambda x: x[chosen], corpus)

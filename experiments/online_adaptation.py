@@ -90,10 +90,10 @@ def measure(config: Config, seed: int, out: Path) -> list[dict[str, Any]]:
     begin: dict[str, Any] = {}
     rows = []
     for name, draft in config.arms.items():
-        folder = out / f"{re.sub('[^a-z0-9.]+', '_', name)}_{seed}"
+        folder = out / "arms" / f"{re.sub('[^a-z0-9.]+', '_', name)}_{seed}"
         train_grpo.main(run_of(config, seed, folder, draft=draft, **begin))
         if config.drafter is None:
-            first = out / f"{FROZEN}_{seed}"
+            first = out / "arms" / f"{FROZEN}_{seed}"
             begin = {"policy": config.policy or str(first / "warmup"), "drafter": str(first / "drafter")}
         for row in read_metrics(folder):
             if "acceptance_length" in row:

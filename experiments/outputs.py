@@ -43,8 +43,8 @@ RUN_FILES = (
     "*.png",
     *(f"{folder}/{name}" for folder in _MODEL_FOLDERS for name in _MODEL_FILES),
 )
-# Folders whose whole content is written by a library.
-RUN_TREES = ("checkpoints", "tensorboard", "wandb", "profile")
+# Folders whose whole content is written by a library, or by runs that a table is made of.
+RUN_TREES = ("checkpoints", "tensorboard", "wandb", "profile", "arms")
 # Runs within the run.
 RUN_FOLDERS = ("baseline",)
 

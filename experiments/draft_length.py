@@ -134,7 +134,7 @@ def row_of(config: Config, rows: int, workload: str, k: int, found: list[tuple[f
         "round_cost": cost[0],
         "round_cost_ci95": cost[1],
         "seeds": len(found),
-        "source": config.work.task or f"synthetic {SURVIVAL[workload]:g}",
+        "acceptance": config.work.task or f"synthetic {SURVIVAL[workload]:g}",
     }
     if k in PAPER:
         accepted, won = PAPER[k][0 if workload == "predictable" else 1]

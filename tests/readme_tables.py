@@ -194,7 +194,7 @@ def draft_length_table() -> str:
     for row in _read(DRAFTS / "draft_length.json")["rows"]:
         rows.append(
             {
-                "workload": f"{row['workload']} ({row['source']})",
+                "workload": row["workload"],
                 "rows": row["rows"],
                 "drafts": row["draft_length"],
                 "acceptance length": _mean(row, "acceptance_length"),

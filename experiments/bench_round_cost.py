@@ -16,6 +16,7 @@ from typing import Annotated, Any, Literal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import tyro
 
 from experiments.bare_products import ROUNDS, bare_attention, bare_calls, timed, trips
@@ -110,7 +111,8 @@ def drafting_of(config: Config, pair: Pair) -> Drafting:
         sample_from_anchor=True,
         markov_rank=64,
     )
-    return Drafting(BlockDrafter(block), init_block(jax.random.key(config.run.seed), block, pair.params))
+    key, ids = jax.random.key(config.run.seed), np.arange(block.draft_vocab_size)
+    return Drafting(BlockDrafter(block), init_block(key, block, pair.params, ids))
 
 
 def engine_of(pair: Pair, drafter: Any, draft_length: int, survival: float) -> RolloutEngine:

@@ -104,6 +104,15 @@ def test_a_cost_table_comes_back(tmp_path):
         load_costs(path, bodies, "this")
 
 
+def test_rounds_of_a_block_drafter_are_timed(monkeypatch, tmp_path):
+    out = tmp_path / "out"
+    run_script(monkeypatch, SCRIPTS["bench_round_cost"], "--preset", "smoke", "--drafts", "block", "--out", out)
+    (row,) = json.loads((out / "results.json").read_text())["rows"]
+    assert row["drafts"] == "block"
+    assert row["draft_over_least"] == 1.0
+    assert row["over_floor"] == pytest.approx(row["round_cost"] / row["floor"], rel=0.5)
+
+
 def test_rollouts_are_timed_at_a_small_shape(monkeypatch, tmp_path):
     out = tmp_path / "out"
     argv = ("--preset", "smoke", "--shape", "25m", "--tokens", 4, "--costs", tmp_path / "costs", "--out", out)

@@ -16,11 +16,11 @@ import jax
 import numpy as np
 
 from experiments import train_draft
-from experiments.common import check_least, progress, run_main
+from experiments.common import check_least, run_main
 from experiments.draft_stage import Rollouts
 from experiments.inference import Model, open_model
 from experiments.outputs import check_output, markdown_table, open_output, provenance, write_results
-from experiments.seeds import mean_over_seeds
+from experiments.seeds import grouped, mean_over_seeds, over_seeds
 from experiments.setup import check_draft_batches
 from specrl_jax.drafters.heads import HeadDrafter, drafter_for_head
 from specrl_jax.errors import InputError
@@ -86,8 +86,7 @@ def one_seed(config: Config, model: Model, drafter: HeadDrafter, work: train_dra
 def summed_up(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Means over seeds."""
     table = []
-    for head, prompts, k in dict.fromkeys((row["head"], row["prompts"], row["draft_length"]) for row in found):
-        own = [row for row in found if (row["head"], row["prompts"], row["draft_length"]) == (head, prompts, k)]
+    for own in grouped(found, "head", "prompts", "draft_length").values():
         length, half_width = mean_over_seeds([row["acceptance_length"] for row in own])
         depths = [mean_over_seeds(values) for values in zip(*(r["conditional_acceptance"] for r in own), strict=True)]
         shared = {name: own[0][name] for name in ("head", "loss", "unroll", "prompts", "draft_length", "temperature")}
@@ -119,12 +118,12 @@ def main(config: Config) -> None:
         evaluated.check_prompt_width(prompts.tokens.shape[1])
     out = open_output(config.run, config, SCRIPT)
     model = model.initialised(config.run.seed)
-    found: list[dict[str, Any]] = []
-    with progress("seeds", config.seeds) as advance:
-        for seed in range(config.run.seed, config.run.seed + config.seeds):
-            own = replace(config, run=replace(config.run, seed=seed))
-            found += one_seed(own, model, drafter, work, out)
-            advance(1, f"{found[-1]['head']} accepts {found[-1]['acceptance_length']:.2f} tokens a round")
+    found = over_seeds(
+        config.run.seed,
+        config.seeds,
+        lambda seed: one_seed(replace(config, run=replace(config.run, seed=seed)), model, drafter, work, out),
+        lambda rows: f"{rows[-1]['head']} accepts {rows[-1]['acceptance_length']:.2f} tokens a round",
+    )
     table, source = summed_up(found), provenance(config.run.seed) | {"policy": config.model.policy}
     write_results(out, table, "Acceptance by depth", source)
     write_json(out / "summary.json", {"by_seed": found} | source)

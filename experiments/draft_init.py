@@ -22,12 +22,12 @@ import numpy as np
 import tyro
 
 from experiments import train_draft
-from experiments.common import Run, RunOptions, check_least, progress, run_main
+from experiments.common import Run, RunOptions, check_least, run_main
 from experiments.draft_stage import DraftStageOptions, Rollouts
 from experiments.inference import Model, ModelFlags, ModelOptions, ProblemOptions, open_model, open_problems
 from experiments.outputs import check_output, markdown_table, open_output, provenance, write_results
 from experiments.rollout_options import LawFlags, LawOptions
-from experiments.seeds import mean_over_seeds
+from experiments.seeds import grouped, mean_over_seeds, over_seeds
 from experiments.setup import check_draft_batches
 from experiments.train_draft import HeadOptions, Work
 from specrl_jax.data.prompts import Prompts
@@ -189,8 +189,7 @@ def one_seed(config: Config, model: Model, drafter: HeadDrafter, prompts: Prepar
 def summed_up(config: Config, found: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Means over seeds."""
     table = []
-    for init, mode, kind in dict.fromkeys((row["head"], row["mode"], row["prompts"]) for row in found):
-        own = [row for row in found if (row["head"], row["mode"], row["prompts"]) == (init, mode, kind)]
+    for (init, mode, kind), own in grouped(found, "head", "mode", "prompts").items():
         length, half_width = mean_over_seeds([row["acceptance_length"] for row in own])
         zero, think = PAPER.get((init, mode), (None, None)) if kind == IN_DOMAIN else (None, None)
         table.append(
@@ -231,11 +230,12 @@ def main(config: Config) -> None:
         evaluated.check_prompt_width(part.tokens.shape[1])
     out = open_output(config.run, config, SCRIPT)
     model = model.initialised(config.run.seed)
-    found: list[dict[str, Any]] = []
-    with progress("seeds", config.seeds) as advance:
-        for seed in range(config.run.seed, config.run.seed + config.seeds):
-            found += one_seed(config, model, drafter, prompts, seed, out)
-            advance(1, f"in-domain head accepts {found[-12]['acceptance_length']:.2f} tokens a round")
+    found = over_seeds(
+        config.run.seed,
+        config.seeds,
+        lambda seed: one_seed(config, model, drafter, prompts, seed, out),
+        lambda rows: f"in-domain head accepts {rows[0]['acceptance_length']:.2f} tokens a round",
+    )
     table, source = summed_up(config, found), provenance(config.run.seed)
     write_results(out, table, "Draft init", source)
     write_json(out / "summary.json", {"gap_closed": gap_closed(table), "by_seed": found} | source)

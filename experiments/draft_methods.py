@@ -21,12 +21,12 @@ import numpy as np
 from experiments import train_draft
 from experiments.bench_models import in_turn
 from experiments.bench_rollout import Arm, rollout_program
-from experiments.common import check_least, progress, run_main
+from experiments.common import check_least, run_main
 from experiments.draft_stage import Rollouts
 from experiments.expand import size
 from experiments.inference import Model, open_model
 from experiments.outputs import check_output, markdown_table, open_output, provenance, write_results
-from experiments.seeds import mean_over_seeds
+from experiments.seeds import grouped, mean_over_seeds, over_seeds
 from experiments.setup import check_draft_batches
 from experiments.train_draft import HeadOptions, Work
 from specrl_jax.data.prompts import Prompts
@@ -168,10 +168,10 @@ def one_seed(config: Config, model: Model, heads: Mapping[str, HeadDrafter], wor
 def summed_up(config: Config, found: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Means over seeds."""
     table = []
-    for rows, name in dict.fromkeys((row["rows"], row["method"]) for row in found):
-        own = [row for row in found if (row["rows"], row["method"]) == (rows, name)]
+    groups = grouped(found, "rows", "method")
+    for (rows, name), own in groups.items():
         typical = {field: float(np.mean([row[field] for row in own])) for field in ("seconds", "training_seconds")}
-        plain = np.mean([row["seconds"] for row in found if (row["rows"], row["method"]) == (rows, NONE)])
+        plain = np.mean([row["seconds"] for row in groups[rows, NONE]])
         speedup = mean_over_seeds([row["speedup"] for row in own])
         row = {"rows": rows, "method": name, "draft_length": config.eval_draft_length if name != NONE else 0}
         if name != NONE:
@@ -199,11 +199,12 @@ def main(config: Config) -> None:
         engines[0].check_prompt_width(prompts.tokens.shape[1])
     out = open_output(config.run, config, SCRIPT)
     model = model.initialised(config.run.seed)
-    found: list[dict[str, Any]] = []
-    with progress("seeds", config.seeds) as advance:
-        for seed in range(config.run.seed, config.run.seed + config.seeds):
-            found += one_seed(replace(config, run=replace(config.run, seed=seed)), model, heads, work, out)
-            advance(1, f"{found[-1]['method']}: {found[-1]['speedup']:.2f}x")
+    found = over_seeds(
+        config.run.seed,
+        config.seeds,
+        lambda seed: one_seed(replace(config, run=replace(config.run, seed=seed)), model, heads, work, out),
+        lambda rows: f"{rows[-1]['method']}: {rows[-1]['speedup']:.2f}x",
+    )
     table, source = summed_up(config, found), provenance(config.run.seed) | {"policy": config.model.policy}
     write_results(out, table, "Draft methods", source)
     write_json(out / "summary.json", {"by_seed": found} | source)

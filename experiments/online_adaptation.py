@@ -20,7 +20,7 @@ import numpy as np
 from experiments import train_grpo, train_options
 from experiments.common import check_least, run_main
 from experiments.outputs import check_output, markdown_table, open_output, provenance, write_results
-from experiments.seeds import mean_over_seeds
+from experiments.seeds import grouped, mean_over_seeds, over_seeds
 from experiments.train_options import Config as GrpoConfig
 from experiments.train_options import DraftHead
 from specrl_jax.errors import InputError
@@ -97,7 +97,7 @@ def measure(config: Config, seed: int, out: Path) -> list[dict[str, Any]]:
             begin = {"policy": config.policy or str(first / "warmup"), "drafter": str(first / "drafter")}
         for row in read_metrics(folder):
             if "acceptance_length" in row:
-                names = ("acceptance_length", "kl", "reward_mean", "entropy", "draft_updated")
+                names = ("draft_length", "acceptance_length", "kl", "reward_mean", "entropy", "draft_updated")
                 figures = {key: row.get(key) for key in names}
                 rows.append({"arm": name, "seed": seed, "step": row["step"]} | figures)
     return rows
@@ -107,11 +107,10 @@ def summed_up(config: Config, found: list[dict[str, Any]]) -> list[dict[str, Any
     """Means over seeds."""
     late = config.steps - max(1, config.steps // 4)
     table = []
-    for name in config.arms:
-        runs = [[row for row in found if (row["arm"], row["seed"]) == (name, seed)] for seed in seeds_of(config)]
+    for (name,), own in grouped(found, "arm").items():
+        runs = list(grouped(own, "seed").values())
         lengths = [[row["acceptance_length"] for row in run] for run in runs]
-        chosen = config.speculation.draft_length
-        row: dict[str, Any] = {"arm": name, "steps": config.steps, "draft_length": 3 if chosen is None else chosen}
+        row: dict[str, Any] = {"arm": name, "steps": config.steps, "draft_length": own[0]["draft_length"]}
         for label, values in (
             ("start", [one[0] for one in lengths]),
             ("worst", [min(one) for one in lengths]),
@@ -127,11 +126,6 @@ def summed_up(config: Config, found: list[dict[str, Any]]) -> list[dict[str, Any
     return table
 
 
-def seeds_of(config: Config) -> range:
-    """All seeds."""
-    return range(config.run.seed, config.run.seed + config.seeds)
-
-
 def main(config: Config) -> None:
     """Run every arm of every seed, write and print."""
     config.check()
@@ -139,7 +133,12 @@ def main(config: Config) -> None:
     check_output(config.run, SCRIPT, **inputs)
     train_grpo.open_session(run_of(config, config.run.seed, config.run.out / "none"))  # refuses what cannot be run
     out = open_output(config.run, config, SCRIPT)
-    found = [row for seed in seeds_of(config) for row in measure(config, seed, out)]
+    found = over_seeds(
+        config.run.seed,
+        config.seeds,
+        lambda seed: measure(config, seed, out),
+        lambda rows: f"{rows[-1]['arm']} accepts {rows[-1]['acceptance_length']:.2f} tokens a round",
+    )
     table, source = summed_up(config, found), provenance(config.run.seed) | {"policy": config.policy or "from nothing"}
     write_results(out, table, "Online adaptation", source)
     write_json(out / "summary.json", {"by_step": found} | source)

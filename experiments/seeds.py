@@ -1,8 +1,11 @@
-"""Means over seeds, with their intervals."""
+"""The same measurement for several seeds: made one after the other, gathered, and its means with their intervals."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
+
+from experiments.common import progress
 
 # 97.5% quantiles of Student's t distribution, by degrees of freedom.
 _T975 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
@@ -15,3 +18,24 @@ def mean_over_seeds(values: Sequence[float]) -> tuple[float, float]:
         return float(np.mean(values)), float("nan")
     quantile = _T975[count - 2] if count - 2 < len(_T975) else 1.96
     return float(np.mean(values)), float(quantile * np.std(values, ddof=1) / count**0.5)
+
+
+def over_seeds(
+    first: int, count: int, measure: Callable[[int], list[dict[str, Any]]], note: Callable[[list[dict[str, Any]]], str]
+) -> list[dict[str, Any]]:
+    """The rows that `measure` finds for every seed from `first` on; `note` says something about those of a seed."""
+    found: list[dict[str, Any]] = []
+    with progress("seeds", count) as advance:
+        for seed in range(first, first + count):
+            rows = measure(seed)
+            found += rows
+            advance(1, note(rows))
+    return found
+
+
+def grouped(rows: Sequence[dict[str, Any]], *fields: str) -> dict[tuple[Any, ...], list[dict[str, Any]]]:
+    """Rows by their values of some fields, in order of appearance."""
+    groups: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
+    for row in rows:
+        groups.setdefault(tuple(row[field] for field in fields), []).append(row)
+    return groups

@@ -21,8 +21,7 @@ from experiments.draft_stage import Rollouts
 from experiments.inference import Model, open_model
 from experiments.outputs import check_output, markdown_table, open_output, provenance, write_results
 from experiments.seeds import grouped, mean_over_seeds, over_seeds
-from experiments.setup import check_draft_batches
-from specrl_jax.drafters.heads import HeadDrafter, drafter_for_head
+from specrl_jax.drafters.heads import HeadDrafter
 from specrl_jax.errors import InputError
 from specrl_jax.training.acceptance_plots import draw_depths
 from specrl_jax.training.metrics import write_json
@@ -109,13 +108,8 @@ def main(config: Config) -> None:
     inputs = {f"eval-data-{i}": path for i, path in enumerate(config.eval_data)}
     check_output(config.run, SCRIPT, policy=config.model.policy, data=config.data, **inputs)
     model = open_model(config.model, config.run, config.draft.prompts)
-    drafter = drafter_for_head(config.head.config(model.policy, model.tokenizer, config.draft.vocab_size))
-    longest = replace(config, eval_draft_length=max(config.measured))
-    evaluated = train_draft.engine_of(longest, model, drafter, 1)  # refuses more drafts than the drafter has
-    work = train_draft.open_work(config, model)
-    check_draft_batches(config.draft, len(work.train.lengths), model.mesh)
-    for prompts in (work.train, *work.held_out.values()):
-        evaluated.check_prompt_width(prompts.tokens.shape[1])
+    drafter = train_draft.new_drafter(config.head, model, config.draft.vocab_size)
+    work = train_draft.checked_work(replace(config, eval_draft_length=max(config.measured)), model, drafter)
     out = open_output(config.run, config, SCRIPT)
     model = model.initialised(config.run.seed)
     found = over_seeds(

@@ -87,20 +87,12 @@ PRESETS: dict[str, Mapping[str, Any]] = {
 }
 
 
-@dataclass(frozen=True)
-class Drafting:
-    """Where drafts come from, and its parameters."""
-
-    drafter: Any
-    params: Any
-
-
-def drafting_of(config: Config, pair: Pair) -> Drafting:
-    """The pair's head, or what `--drafts` names in its place."""
+def drafting_of(config: Config, pair: Pair) -> tuple[Any, Any]:
+    """The drafter and its parameters: the pair's head, or what `--drafts` names in its place."""
     if config.drafts == "head":
-        return Drafting(drafter_of(pair), pair.draft)
+        return drafter_of(pair), pair.draft
     if config.drafts in ("ngram", "suffix"):
-        return Drafting(SuffixDrafter(siblings=config.drafts == "suffix"), None)
+        return SuffixDrafter(siblings=config.drafts == "suffix"), None
     assert pair.head is not None
     block = BlockConfig(
         backbone=replace(pair.policy, family="qwen3", num_layers=1, tie_embeddings=False),
@@ -112,7 +104,7 @@ def drafting_of(config: Config, pair: Pair) -> Drafting:
         markov_rank=64,
     )
     key, ids = jax.random.key(config.run.seed), np.arange(block.draft_vocab_size)
-    return Drafting(BlockDrafter(block), init_block(key, block, pair.params, ids))
+    return BlockDrafter(block), init_block(key, block, pair.params, ids)
 
 
 def engine_of(pair: Pair, drafter: Any, draft_length: int, survival: float) -> RolloutEngine:
@@ -174,7 +166,7 @@ def measure(pair: Pair, config: Config, rows: int, context: int) -> list[dict[st
     """A row of the table per draft length, all timed in turn."""
     dtype = jnp.dtype(pair.policy.dtype)
     bare_step, bare_draft = bare_calls(pair, rows)
-    drafting = drafting_of(config, pair)
+    drafter, params = drafting_of(config, pair)
     step = engine_of(pair, None, 0, config.survival)
     calls = {"step": round_call(pair, step, None, rows, context), "bare step": bare_step, "bare draft": bare_draft}
     heads, groups = pair.policy.num_heads, pair.policy.num_kv_heads
@@ -183,11 +175,11 @@ def measure(pair: Pair, config: Config, rows: int, context: int) -> list[dict[st
     queries = jnp.ones((rows, groups, heads // groups, pair.policy.head_dim), dtype)
     calls["bare attention"] = timed(trips(bare_attention), caches, queries)
     for k in config.draft_lengths:
-        engine = engine_of(pair, drafting.drafter, k, config.survival)
-        calls[f"round {k}"] = round_call(pair, engine, drafting.params, rows, context)
+        engine = engine_of(pair, drafter, k, config.survival)
+        calls[f"round {k}"] = round_call(pair, engine, params, rows, context)
         calls[f"bare verify {k}"] = bare_calls(pair, rows * (k + 1))[0]
         if config.parts:
-            named = part_calls(pair, engine, drafting.params, rows, context)
+            named = part_calls(pair, engine, params, rows, context)
             calls |= {f"{name} {k}": call for name, call in named.items()}
     seconds = in_turn(calls, config.repeats)
     typical = {name: sorted(values)[len(values) // 2] for name, values in seconds.items()}

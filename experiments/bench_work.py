@@ -82,10 +82,10 @@ def long_tailed(rng: np.random.Generator, count: int, longest: int = 512) -> Int
     return np.clip(np.round(np.exp(rng.normal(np.log(64.0), 0.8, count))), 1, longest).astype(np.int32)
 
 
-def noise_keys(prompts: Prompts, samples: int = 1, seed: int = 0) -> UInt32[Array, "b 2"]:
-    """Noise key of every sample of every prompt."""
+def noise_keys(prompts: Prompts, samples: int = 1, seed: int = 0, epoch: int = 0) -> UInt32[Array, "b 2"]:
+    """Noise key of every sample of every prompt; those of another epoch are others."""
     numbers = jnp.tile(jnp.arange(samples, dtype=jnp.int32), len(prompts.row_ids))
-    return sequence_keys(seed, "evaluation", 0, jnp.repeat(prompts.row_ids, samples), numbers)
+    return sequence_keys(seed, "evaluation", epoch, jnp.repeat(prompts.row_ids, samples), numbers)
 
 
 def make_work(

@@ -11,27 +11,25 @@ arithmetic task's, and random tokens in their place.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import tyro
 
 from experiments import train_draft
-from experiments.common import Run, RunOptions, check_least, run_main
-from experiments.draft_stage import DraftStageOptions, Rollouts
-from experiments.inference import Model, ModelFlags, ModelOptions, ProblemOptions, open_model, open_problems
+from experiments.common import check_least, run_main
+from experiments.draft_stage import Rollouts
+from experiments.inference import Model, ProblemOptions, open_model, open_problems
 from experiments.outputs import check_output, markdown_table, open_output, provenance, write_results
-from experiments.rollout_options import LawFlags, LawOptions
 from experiments.seeds import grouped, mean_over_seeds, over_seeds
 from experiments.setup import check_draft_batches
-from experiments.train_draft import HeadOptions, Work
+from experiments.train_draft import TrainingOptions, Work
 from specrl_jax.data.prompts import Prompts
-from specrl_jax.drafters.heads import HeadDrafter, drafter_for_head
+from specrl_jax.drafters.heads import HeadDrafter
 from specrl_jax.errors import InputError
 from specrl_jax.training.metrics import write_json
 
@@ -47,11 +45,9 @@ PAPER = {
 
 
 @dataclass(frozen=True)
-class Config:
-    """Options of the table."""
+class Config(TrainingOptions):
+    """Options of the table: those of a training, and what is compared."""
 
-    run: Run = RunOptions()
-    model: ModelFlags = ModelOptions()
     data: str | None = None
     """In-domain prompts: a file; by default the arithmetic task's."""
     other_data: str | None = None
@@ -62,40 +58,18 @@ class Config:
     adapt_steps: int = 75
     eval_problems: int = 128
     """Held-out prompts of each kind."""
-    eval_draft_length: int = 3
-    max_prompt_tokens: int = 256
-    max_new_tokens: int = 256
-    together: int = 256
-    """Responses rolled out at the same time."""
-    law: LawFlags = LawOptions()
-    draft: DraftStageOptions = DraftStageOptions()
-    head: Annotated[HeadOptions, tyro.conf.arg(name="head")] = field(default_factory=HeadOptions)
 
     def __post_init__(self) -> None:
-        check_least("", self, seeds=2, adapt_prompts=1, adapt_steps=1, eval_problems=1, eval_draft_length=1)
+        super().__post_init__()
+        check_least("", self, seeds=2, adapt_prompts=1, adapt_steps=1)
         if (self.data is None) != (self.other_data is None):
             raise InputError("--data and --other-data belong together; give both, or neither")
         if self.model.drafter is not None:
             raise InputError("--drafter is made by the table; leave it out")
 
-    @property
-    def mesh(self) -> str:
-        """Devices asked for."""
-        return self.model.mesh
-
-    def training(self, seed: int, prompts: int, steps: int) -> train_draft.Config:
+    def training(self, seed: int, prompts: int, steps: int) -> TrainingOptions:
         """One training of one seed."""
-        return train_draft.Config(
-            run=replace(self.run, seed=seed),
-            model=self.model,
-            eval_problems=self.eval_problems,
-            eval_draft_length=self.eval_draft_length,
-            max_new_tokens=self.max_new_tokens,
-            together=self.together,
-            law=self.law,
-            draft=replace(self.draft, prompts=prompts, steps=steps),
-            head=self.head,
-        )
+        return replace(self, run=replace(self.run, seed=seed), draft=replace(self.draft, prompts=prompts, steps=steps))
 
 
 PRESETS: dict[str, Mapping[str, Any]] = {
@@ -221,10 +195,10 @@ def main(config: Config) -> None:
     """Train, measure, write and print."""
     check_output(config.run, SCRIPT, policy=config.model.policy, data=config.data, other_data=config.other_data)
     model = open_model(config.model, config.run, config.draft.prompts)
-    drafter = drafter_for_head(config.head.config(model.policy, model.tokenizer, config.draft.vocab_size))
+    drafter = train_draft.new_drafter(config.head, model, config.draft.vocab_size)
     for count in (config.draft.prompts, config.adapt_prompts):
         check_draft_batches(config.draft, count, model.mesh)
-    evaluated = train_draft.engine_of(config.training(0, 1, 1), model, drafter, 1)
+    evaluated = train_draft.engine_of(config, model, drafter, 1)
     prompts = prepare(config, model)
     for part in (prompts.in_domain, prompts.other, *prompts.held_out.values()):
         evaluated.check_prompt_width(part.tokens.shape[1])

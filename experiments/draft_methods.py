@@ -15,28 +15,26 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from experiments import train_draft
 from experiments.bench_models import in_turn
 from experiments.bench_rollout import Arm, rollout_program
+from experiments.bench_work import noise_keys
 from experiments.common import check_least, run_main
 from experiments.draft_stage import Rollouts
 from experiments.expand import size
 from experiments.inference import Model, open_model
 from experiments.outputs import check_output, markdown_table, open_output, provenance, write_results
 from experiments.seeds import grouped, mean_over_seeds, over_seeds
-from experiments.setup import check_draft_batches
 from experiments.train_draft import HeadOptions, Work
 from specrl_jax.data.prompts import Prompts
 from specrl_jax.drafters.combined import CombinedDrafter, params_for
-from specrl_jax.drafters.heads import HeadDrafter, drafter_for_head
+from specrl_jax.drafters.heads import HeadDrafter
 from specrl_jax.drafters.suffix import History, SuffixDrafter, init_history, remember
 from specrl_jax.errors import InputError
 from specrl_jax.rollout.config import RolloutConfig
 from specrl_jax.rollout.engine import RolloutEngine
-from specrl_jax.rollout.noise import sequence_keys
 from specrl_jax.training.acceptance_plots import draw_acceptance_bars
 from specrl_jax.training.metrics import write_json
 from specrl_jax.training.speculation import acceptance_figures
@@ -97,8 +95,7 @@ def heads_of(config: Config, model: Model) -> dict[str, HeadDrafter]:
     """The heads to be trained; InputError where one does not fit."""
     block = HeadOptions(kind="block", layers=1, block_size=max(2, config.eval_draft_length), confidence=False)
     made = {EAGLE3: config.head, "block": block}
-    vocab = config.draft.vocab_size
-    return {name: drafter_for_head(head.config(model.policy, model.tokenizer, vocab)) for name, head in made.items()}
+    return {name: train_draft.new_drafter(head, model, config.draft.vocab_size) for name, head in made.items()}
 
 
 def trained(config: Config, model: Model, heads: Mapping[str, HeadDrafter], work: Work, out: Path) -> dict[str, Method]:
@@ -136,8 +133,7 @@ def arm_of(config: Config, model: Model, method: Method, prompts: Prompts, rows:
     length = 0 if method.drafter is None else config.eval_draft_length
     settings = RolloutConfig(config.max_new_tokens, config.samples, length, law, rows=rows)
     engine = RolloutEngine(model.policy, settings, model.numerics, method.drafter)
-    number = jnp.tile(jnp.arange(config.samples, dtype=jnp.int32), len(prompts.lengths))
-    keys = sequence_keys(config.run.seed, "evaluation", epoch, jnp.repeat(prompts.row_ids, config.samples), number)
+    keys = noise_keys(prompts, config.samples, config.run.seed, epoch)
     program = rollout_program(engine)
     return Arm(engine, lambda: program(model.params, method.params, prompts, keys))
 
@@ -192,11 +188,7 @@ def main(config: Config) -> None:
     check_output(config.run, SCRIPT, policy=config.model.policy, data=config.data)
     model = open_model(replace(config.model, mesh=config.mesh), config.run, config.draft.prompts)
     heads = heads_of(config, model)
-    engines = [train_draft.engine_of(config, model, drafter, 1) for drafter in heads.values()]
-    work = train_draft.open_work(config, model)
-    check_draft_batches(config.draft, len(work.train.lengths), model.mesh)
-    for prompts in (work.train, *work.held_out.values()):
-        engines[0].check_prompt_width(prompts.tokens.shape[1])
+    work = train_draft.checked_work(config, model, heads[EAGLE3])
     out = open_output(config.run, config, SCRIPT)
     model = model.initialised(config.run.seed)
     found = over_seeds(

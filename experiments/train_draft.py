@@ -103,24 +103,13 @@ class HeadOptions:
 
 
 @dataclass(frozen=True)
-class Config:
-    """Options of a training."""
+class TrainingOptions:
+    """A head, how it is trained and how it is measured, whatever the prompts."""
 
     run: Run = RunOptions()
     model: ModelFlags = ModelOptions()
-    task: Literal["arithmetic", "jsonl"] | None = None
-    data: str | None = None
-    """Prompts of a jsonl task, answered by the policy: a file, or a dataset on the Hugging Face hub."""
-    layout: str | None = None
-    """gsm8k, math, aime, dapo, chat or generic; told from the fields when left out."""
-    subset: str | None = None
-    """Subset of a dataset on the hub."""
-    data_split: str = "train"
-    """Split of a dataset on the hub."""
-    eval_data: tuple[str, ...] = ()
-    """Files with other prompts to be measured on; by default prompts of --data that were not trained on."""
     eval_problems: int = 64
-    """Prompts to be measured on, of each."""
+    """Prompts to be measured on, of each kind."""
     eval_draft_length: int = 3
     max_prompt_tokens: int = 256
     max_new_tokens: int = 256
@@ -132,15 +121,35 @@ class Config:
 
     def __post_init__(self) -> None:
         check_least("", self, eval_problems=1, eval_draft_length=1, max_prompt_tokens=1, together=1)
-        if self.model.drafter is not None and self.head != HeadOptions():
-            raise InputError("--head options are for a new head, and --drafter names one; leave one of them out")
-        if self.eval_data and self.task != "jsonl":
-            raise InputError("--eval-data belongs to --task jsonl; give both")
 
     @property
     def mesh(self) -> str:
         """Devices asked for."""
         return self.model.mesh
+
+
+@dataclass(frozen=True)
+class Config(TrainingOptions):
+    """Options of a training."""
+
+    task: Literal["arithmetic", "jsonl"] | None = None
+    data: str | None = None
+    """Prompts of a jsonl task, answered by the policy: a file, or a dataset on the Hugging Face hub."""
+    layout: str | None = None
+    """gsm8k, math, aime, dapo, chat or generic; told from the fields when left out."""
+    subset: str | None = None
+    """Subset of a dataset on the hub."""
+    data_split: str = "train"
+    """Split of a dataset on the hub."""
+    eval_data: tuple[str, ...] = ()
+    """Files with other prompts to be measured on; by default prompts of --data that were not trained on."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.model.drafter is not None and self.head != HeadOptions():
+            raise InputError("--head options are for a new head, and --drafter names one; leave one of them out")
+        if self.eval_data and self.task != "jsonl":
+            raise InputError("--eval-data belongs to --task jsonl; give both")
 
     def problems(self, data: str | None, layout: str | None) -> ProblemOptions:
         """Prompts of a file."""
@@ -171,6 +180,22 @@ class Work:
     held_out: Mapping[str, Prompts]
 
 
+def new_drafter(head: HeadOptions, model: Model, vocab_size: int) -> HeadDrafter:
+    """A head to be made, over at most `vocab_size` tokens; InputError when a size does not fit the policy."""
+    return drafter_for_head(head.config(model.policy, model.tokenizer, vocab_size))
+
+
+def checked_work(config: Config, model: Model, drafter: HeadDrafter) -> Work:
+    """As `open_work`; InputError too when the prompts are too few or too long to be trained and measured with."""
+    evaluated = engine_of(config, model, drafter, 1)  # refuses more drafts than the drafter has
+    check_draft_batches(config.draft, config.draft.prompts, model.mesh)  # of a jsonl task there may be fewer
+    work = open_work(config, model)
+    check_draft_batches(config.draft, len(work.train.lengths), model.mesh)
+    for prompts in (work.train, *work.held_out.values()):
+        evaluated.check_prompt_width(prompts.tokens.shape[1])
+    return work
+
+
 def open_work(config: Config, model: Model) -> Work:
     """All prompts; InputError when there are too few, or a file cannot be used."""
     problems = open_problems(config.problems(config.data, config.layout), model.tokenizer)
@@ -193,7 +218,7 @@ def open_work(config: Config, model: Model) -> Work:
     return Work(train, held_out)
 
 
-def engine_of(config: Config, model: Model, drafter: HeadDrafter | None, samples: int) -> RolloutEngine:
+def engine_of(config: TrainingOptions, model: Model, drafter: HeadDrafter | None, samples: int) -> RolloutEngine:
     """A rollout with or without the head."""
     law = config.law.law(end_ids(model.tokenizer))
     length = 0 if drafter is None else config.eval_draft_length
@@ -203,7 +228,7 @@ def engine_of(config: Config, model: Model, drafter: HeadDrafter | None, samples
 
 
 def measure(
-    config: Config, model: Model, drafter: HeadDrafter, draft: Any, work: Work, which: str
+    config: TrainingOptions, model: Model, drafter: HeadDrafter, draft: Any, work: Work, which: str
 ) -> list[dict[str, Any]]:
     """A row for every set of held-out prompts."""
     rows = []
@@ -222,7 +247,7 @@ def measure(
     return rows
 
 
-def stage_of(config: Config, model: Model, drafter: HeadDrafter) -> DraftStage:
+def stage_of(config: TrainingOptions, model: Model, drafter: HeadDrafter) -> DraftStage:
     """The training of a head."""
     engine = engine_of(config, model, None, config.draft.samples)
     optimizer = config.draft.optimizer.for_updates(config.draft.steps)
@@ -236,15 +261,10 @@ def main(config: Config) -> None:
     check_output(config.run, SCRIPT, **inputs, **{f"eval-data-{i}": path for i, path in enumerate(config.eval_data)})
     model = open_model(config.model, config.run, config.draft.prompts)
     if config.model.drafter is None or model.drafter is None:
-        drafter = drafter_for_head(config.head.config(model.policy, model.tokenizer, config.draft.vocab_size))
+        drafter = new_drafter(config.head, model, config.draft.vocab_size)
     else:
         drafter = as_head(model.drafter)
-    evaluated = engine_of(config, model, drafter, 1)  # refuses more drafts than the drafter has
-    check_draft_batches(config.draft, config.draft.prompts, model.mesh)  # of a jsonl task there may be fewer
-    work = open_work(config, model)
-    check_draft_batches(config.draft, len(work.train.lengths), model.mesh)
-    for prompts in (work.train, *work.held_out.values()):
-        evaluated.check_prompt_width(prompts.tokens.shape[1])
+    work = checked_work(config, model, drafter)
     out = open_output(config.run, config, SCRIPT)
     model = model.initialised(config.run.seed)
     assert model.params is not None

@@ -80,8 +80,6 @@ jax.monitoring.register_event_duration_secs_listener(_note_compiled)
 
 def run_script(monkeypatch, script, *argv):
     """What `python -m experiments.SCRIPT ARGV` does."""
-    # An own cache folder would be set for the whole test session.
-    monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", "unused")
     monkeypatch.setattr(sys, "argv", [script.__name__, *map(str, argv)])
     run_main(script.main, script.Config, script.PRESETS)
 

@@ -50,8 +50,6 @@ def _main(config):
 
 
 def _run(monkeypatch, *argv):
-    # An own cache folder would be set for the whole test session.
-    monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", "unused")
     monkeypatch.setattr(sys, "argv", ["train", *argv])
     run_main(_main, Config, PRESETS)
 

@@ -32,7 +32,7 @@ def test_notebooks_hold_no_outputs(path):
 def test_notebooks_run(path, tmp_path):
     folder = tmp_path / "notebooks"
     folder.mkdir()
-    env = {**os.environ, "PYTHONPATH": str(ROOT), "SPECRL_PRESET": "smoke", "JAX_ENABLE_COMPILATION_CACHE": "false"}
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "SPECRL_PRESET": "smoke"}
     env.pop("SPECRL_RUN", None)
     client = NotebookClient(_read(path), timeout=1800, kernel_name="python3", resources={"metadata": {"path": folder}})
     client.execute(env=env)

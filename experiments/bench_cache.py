@@ -18,7 +18,7 @@ import numpy as np
 import tyro
 from jax.experimental.compilation_cache import compilation_cache
 
-from experiments.bench_models import OneDevice, ShapeOptions, drafter_of, in_turn, open_expanded, parts_of, ratio
+from experiments.bench_models import OneDevice, ShapeOptions, in_turn, open_expanded, parts_of, ratio
 from experiments.bench_work import endless_law, long_tailed, noise_keys, random_prompts
 from experiments.common import Run, RunOptions, check_least, run_main
 from experiments.expand import Pair, size
@@ -66,7 +66,7 @@ def engine_of(pair: Pair, longest: int, **settings: Any) -> RolloutEngine:
     """An engine in which limits end the responses."""
     counts = (settings.pop("samples", 1), settings.pop("draft_length"))
     rollout = RolloutConfig(longest, *counts, endless_law(longest), **settings)
-    return RolloutEngine(pair.policy, rollout, Numerics(), drafter_of(pair))
+    return RolloutEngine(pair.policy, rollout, Numerics(), pair.drafter)
 
 
 def memory(pair: Pair, config: Config) -> list[dict[str, Any]]:

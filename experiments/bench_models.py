@@ -14,7 +14,6 @@ from experiments.expand import Pair, expand, load_pair, random_pair, size
 from specrl_jax.data.tokenizers import arithmetic_tokenizer, load_tokenizer
 from specrl_jax.drafters.eagle3 import Eagle3Drafter
 from specrl_jax.drafters.eagle3_folder import save_eagle3
-from specrl_jax.drafters.heads import DraftModel
 from specrl_jax.drafters.small_policy import SmallPolicyDrafter
 from specrl_jax.drafters.small_policy_folder import is_small_policy, load_small_policy
 from specrl_jax.errors import InputError
@@ -71,46 +70,29 @@ def open_expanded(options: ShapeOptions, seed: int) -> Pair:
     return expand(small, options.target, seed)
 
 
-@dataclass(frozen=True, eq=False)
-class SmallPolicyPair(Pair):
-    """An expanded policy and a small policy at its own size: `draft`, its parameters, and `drafter`."""
-
-    draft: Any = None
-    drafter: SmallPolicyDrafter | None = None
-
-
 def open_expanded_or_small(options: ShapeOptions, seed: int) -> Pair:
     """As `open_expanded`; a small policy in the head's place is taken as it is."""
     source = options.drafter
     if source is None or not is_small_policy(read_json(resolve_folder(source, "draft head") / "config.json")):
         return open_expanded(options, seed)
     assert options.policy is not None
-    large = load_pair(options.policy, None, options.target)
-    drafter, draft = load_small_policy(source, large.policy, load_tokenizer(options.policy))
-    large = expand(large, options.target, seed)
-    return SmallPolicyPair(large.params, large.policy, draft, drafter=drafter)
-
-
-def drafter_of(pair: Pair) -> DraftModel:
-    """What drafts."""
-    if isinstance(pair, SmallPolicyPair) and pair.drafter is not None:
-        return pair.drafter
-    assert pair.head is not None
-    return Eagle3Drafter(pair.head)
+    small = load_pair(options.policy, None, options.target)
+    drafter, draft = load_small_policy(source, small.policy, load_tokenizer(options.policy))
+    return expand(replace(small, draft=draft, drafter=drafter), options.target, seed)
 
 
 def save_pair(pair: Pair, options: ShapeOptions, folder: Path) -> None:
     """Write `folder`/policy and `folder`/drafter for a peer."""
-    assert pair.draft is not None
-    assert pair.head is not None
+    assert isinstance(pair.drafter, Eagle3Drafter)
     tokenizer = arithmetic_tokenizer() if options.policy is None else load_tokenizer(options.policy)
     save_policy(folder / "policy", pair.params, pair.policy, tokenizer)
-    save_eagle3(folder / "drafter", Eagle3Drafter(pair.head), pair.draft)
+    save_eagle3(folder / "drafter", pair.drafter, pair.draft)
 
 
 def parts_of(pair: Pair, options: ShapeOptions) -> dict[str, Any]:
     """Policy, drafter and vocabulary of a row of a table."""
-    drafter = drafter_of(pair)
+    drafter = pair.drafter
+    assert drafter is not None
     ids = drafter.shared_vocab if isinstance(drafter, SmallPolicyDrafter) else drafter.config.draft_vocab_size
     return {
         "shape": options.shape,

@@ -25,7 +25,6 @@ from experiments.bench_models import (
     PAUSE_S,
     OneDevice,
     ShapeOptions,
-    drafter_of,
     in_turn,
     open_expanded,
     parts_of,
@@ -113,7 +112,7 @@ class Ours:
         rollout = RolloutConfig(
             work.longest, 1, k, work.law, rule, adaptive=adaptive is not None, ladder=ladder, smallest_rung=1
         )
-        drafter = drafter_for(adaptive or "head", drafter_of(pair)) if k else None
+        drafter = drafter_for(adaptive or "head", pair.drafter) if k else None
         engine = RolloutEngine(pair.policy, rollout, numerics, drafter)
         self._program, self._draft = jax.jit(engine.rollout), params_for(drafter, pair.draft) if k else None
         self._params, self._prompts, self._calls = pair.params, work.prompts, 0

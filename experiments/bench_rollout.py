@@ -28,7 +28,6 @@ from experiments.bench_models import (
     OneDevice,
     ShapeOptions,
     SyntheticMatch,
-    drafter_of,
     in_turn,
     open_expanded_or_small,
     parts_of,
@@ -40,6 +39,7 @@ from experiments.expand import Pair
 from experiments.outputs import check_output, markdown_table, open_output, provenance, write_results
 from experiments.rollout_options import Drafts, drafter_for
 from specrl_jax.drafters.combined import params_for
+from specrl_jax.drafters.eagle3 import Eagle3Drafter
 from specrl_jax.errors import InputError
 from specrl_jax.models.numerics import Numerics
 from specrl_jax.models.params import PolicyParams
@@ -157,7 +157,7 @@ def rollout_of(config: Config, pair: Pair, work: Work, rows: int, k: int, rule: 
     settings = RolloutConfig(
         work.longest, config.samples, k, work.law, rule, adaptive=adaptive, rows=rows, ladder=ladder, smallest_rung=1
     )
-    return RolloutEngine(pair.policy, settings, Numerics(), drafter_for(config.drafts, drafter_of(pair)) if k else None)
+    return RolloutEngine(pair.policy, settings, Numerics(), drafter_for(config.drafts, pair.drafter) if k else None)
 
 
 @lru_cache(maxsize=32)
@@ -268,7 +268,8 @@ def main(config: Config) -> None:
     works = {rows: make_work(config.work, config.sequences or rows, *source, config.samples) for rows in config.rows}
     pair = open_expanded_or_small(config.model, config.run.seed)
     out = open_output(config.run, config, SCRIPT)
-    floors = {rows: None if pair.head is None else measure_floors(pair, rows, config.longest) for rows in config.rows}
+    headed = isinstance(pair.drafter, Eagle3Drafter)
+    floors = {rows: measure_floors(pair, rows, config.longest) if headed else None for rows in config.rows}
     cases = [(rows, survival) for survival in config.survival for rows in config.rows]
     table: list[dict[str, Any]] = []
     with progress("cases", len(cases)) as advance:

@@ -24,7 +24,6 @@ from experiments.bench_models import (
     OneDevice,
     ShapeOptions,
     SyntheticMatch,
-    drafter_of,
     in_turn,
     open_expanded,
     parts_of,
@@ -36,6 +35,7 @@ from experiments.expand import Pair
 from experiments.outputs import check_output, markdown_table, open_output, provenance, write_results
 from specrl_jax.drafters.block import BlockDrafter
 from specrl_jax.drafters.block_params import BlockConfig, init_block
+from specrl_jax.drafters.eagle3 import Eagle3Drafter
 from specrl_jax.drafters.suffix import SuffixDrafter
 from specrl_jax.errors import InputError
 from specrl_jax.models.numerics import Numerics
@@ -90,14 +90,14 @@ PRESETS: dict[str, Mapping[str, Any]] = {
 def drafting_of(config: Config, pair: Pair) -> tuple[Any, Any]:
     """The drafter and its parameters: the pair's head, or what `--drafts` names in its place."""
     if config.drafts == "head":
-        return drafter_of(pair), pair.draft
+        return pair.drafter, pair.draft
     if config.drafts in ("ngram", "suffix"):
         return SuffixDrafter(siblings=config.drafts == "suffix"), None
-    assert pair.head is not None
+    assert isinstance(pair.drafter, Eagle3Drafter)
     block = BlockConfig(
         backbone=replace(pair.policy, family="qwen3", num_layers=1, tie_embeddings=False),
-        draft_vocab_size=pair.head.draft_vocab_size,
-        boundaries=pair.head.boundaries,
+        draft_vocab_size=pair.drafter.config.draft_vocab_size,
+        boundaries=pair.drafter.config.boundaries,
         block_size=max(2, *config.draft_lengths),
         mask_token_id=0,
         sample_from_anchor=True,

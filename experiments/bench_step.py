@@ -27,7 +27,6 @@ from experiments.bench_models import (
     OneDevice,
     ShapeOptions,
     SyntheticMatch,
-    drafter_of,
     in_turn,
     open_expanded,
     parts_of,
@@ -126,7 +125,7 @@ def program_of(pair: Pair, config: Config, draft_length: int, kl_coef: float) ->
     law = endless_law(config.tokens)
     rule = SyntheticMatch(survival=config.survival) if config.survival and draft_length else Match()
     rollout = RolloutConfig(config.tokens, SAMPLES, draft_length, law, rule)
-    engine = RolloutEngine(pair.policy, rollout, Numerics(), drafter_of(pair) if draft_length else None)
+    engine = RolloutEngine(pair.policy, rollout, Numerics(), pair.drafter if draft_length else None)
     update = UpdateConfig(
         LossConfig(kl_coef=kl_coef),
         OptimizerConfig(_LEARNING_RATE),

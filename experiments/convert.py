@@ -96,9 +96,8 @@ def smoke_source(folder: Path) -> Path:
     import torch
 
     pair = random_pair(0)
-    assert pair.draft is not None
-    assert pair.head is not None
-    save_eagle3(folder, Eagle3Drafter(pair.head), pair.draft)
+    assert isinstance(pair.drafter, Eagle3Drafter)
+    save_eagle3(folder, pair.drafter, pair.draft)
     tensors = load_file(folder / WEIGHTS_FILE)
     torch.save({name: torch.from_numpy(tensor) for name, tensor in tensors.items()}, folder / "pytorch_model.bin")
     (folder / WEIGHTS_FILE).unlink()

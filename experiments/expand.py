@@ -21,7 +21,8 @@ from specrl_jax.data.tokenizers import arithmetic_tokenizer, load_tokenizer
 from specrl_jax.drafters.eagle3 import Eagle3Drafter, draft_logits
 from specrl_jax.drafters.eagle3_expansion import expand_pair, expanded_head_config
 from specrl_jax.drafters.eagle3_folder import load_eagle3, save_eagle3, with_policy_embedding
-from specrl_jax.drafters.eagle3_params import Eagle3Config, Eagle3Params, init_eagle3
+from specrl_jax.drafters.eagle3_params import init_eagle3
+from specrl_jax.drafters.small_policy import SmallPolicyDrafter
 from specrl_jax.errors import InputError
 from specrl_jax.models.config import Dtype, PolicyConfig
 from specrl_jax.models.expansion import expand_policy
@@ -76,12 +77,12 @@ PRESETS: dict[str, Mapping[str, Any]] = {"default": {}, "smoke": {"target": "25m
 
 @dataclass(frozen=True, eq=False)
 class Pair:
-    """A policy and, where there is one, its draft head."""
+    """A policy and, where there is one, what drafts for it: a head, or a small policy at its own size."""
 
     params: PolicyParams
     policy: PolicyConfig
-    draft: Eagle3Params | None = None
-    head: Eagle3Config | None = None
+    draft: Any = None
+    drafter: Eagle3Drafter | SmallPolicyDrafter | None = None
 
 
 def open_pair(config: Config) -> tuple[Pair, PreTrainedTokenizerFast]:
@@ -108,7 +109,7 @@ def load_pair(source: str, head: str | None, shape: Shape) -> Pair:
         return Pair(params, policy)
     drafter, draft = with_policy_embedding(*load_eagle3(head, policy), params.embed)
     expanded_head_config(drafter.config, policy, shape)  # and so a head
-    return Pair(params, policy, draft, drafter.config)
+    return Pair(params, policy, draft, drafter)
 
 
 def random_pair(seed: int) -> Pair:
@@ -117,34 +118,37 @@ def random_pair(seed: int) -> Pair:
     policy_key, draft_key = jax.random.split(jax.random.key(seed))
     params = init_params(policy_key, policy)
     head = draft_head_config(policy)
-    return Pair(params, policy, init_eagle3(draft_key, head, policy=params), head)
+    return Pair(params, policy, init_eagle3(draft_key, head, policy=params), Eagle3Drafter(head))
 
 
 def expand(pair: Pair, shape: Shape, seed: int) -> Pair:
     """The pair in a larger shape."""
     key = jax.random.key(seed)
-    if pair.draft is None or pair.head is None:
-        return Pair(*expand_policy(key, pair.params, pair.policy, shape))
-    return Pair(*expand_pair(key, pair.params, pair.policy, pair.draft, pair.head, shape))
+    if not isinstance(pair.drafter, Eagle3Drafter):
+        params, policy = expand_policy(key, pair.params, pair.policy, shape)
+        return replace(pair, params=params, policy=policy)
+    params, policy, draft, head = expand_pair(key, pair.params, pair.policy, pair.draft, pair.drafter.config, shape)
+    return Pair(params, policy, draft, Eagle3Drafter(head))
 
 
 def outputs(pair: Pair, tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray | None]:
     """Logits of every position, and the head's after it has read each whole sequence."""
     rows, width = tokens.shape
     batch = grid_batch(jnp.asarray(tokens), sequence_positions(jnp.full((rows,), width, jnp.int32), width))
-    boundaries = () if pair.head is None else pair.head.boundaries
+    drafter = pair.drafter
+    assert not isinstance(drafter, SmallPolicyDrafter)
+    boundaries = () if drafter is None else drafter.config.boundaries
 
     @jax.jit
     def compute(params: Any, draft: Any) -> Any:
         out = forward(params, pair.policy, batch, numerics=Numerics(), boundaries=boundaries)
         scores = logits(params, pair.policy, out.hidden, Numerics())
-        if pair.head is None or out.features is None:
+        if drafter is None or out.features is None:
             return scores, None
-        drafter = Eagle3Drafter(pair.head)
         features = out.features.reshape(rows, width, -1)[:, :-1]
         read = (batch.tokens.reshape(rows, width)[:, 1:], features, jnp.full((rows,), width - 1, jnp.int32))
         state = drafter.commit(draft, params.embed, drafter.init_state(rows, width), *read)
-        return scores, draft_logits(pair.head, draft.weights, state.hidden)
+        return scores, draft_logits(drafter.config, draft.weights, state.hidden)
 
     scores, drafted = compute(pair.params, pair.draft)
     return np.asarray(scores), None if drafted is None else np.asarray(drafted)
@@ -198,8 +202,8 @@ def main(config: Config) -> None:
     }
     out = open_output(config.run, config, SCRIPT)
     save_policy(out / "policy", large.params, large.policy, tokenizer)
-    if large.draft is not None and large.head is not None:
-        save_eagle3(out / "drafter", Eagle3Drafter(large.head), large.draft)
+    if isinstance(large.drafter, Eagle3Drafter):
+        save_eagle3(out / "drafter", large.drafter, large.draft)
     source = provenance(config.run.seed)
     write_results(out, [row], "Function-preserving expansion", source)
     write_json(out / "summary.json", row | source)

@@ -1,7 +1,7 @@
 """Our rollouts beside those of other engines, on the same Hugging Face folder and CPU.
 
 Every peer runs in an environment and a process of its own (`experiments/peers/`) and times its own call. All arms
-are called in turn with the same prompts, temperature 1; responses have one length and end tokens are ignored, or, with
+are called in turn with the same prompts and temperature; responses have one length and end tokens are ignored, or, with
 `--task`, end as they end. Log-probabilities of the sampled tokens are computed where the engine can. `speedup` is the
 peer's seconds per response token over our first arm's, the median of paired ratios with its 95% interval: above 1 we
 are faster. `products_ms` is the bare time of
@@ -149,7 +149,7 @@ class Theirs:
         self._question: dict[str, Any] = {
             "prompts": [row[:length].tolist() for row, length in zip(tokens, lengths, strict=True)],
             "max_new_tokens": work.longest,
-            "temperature": 1.0,
+            "temperature": work.temperature,
             "ignore_eos": not work.end_ids,
             "end_ids": work.end_ids,
         }
@@ -221,6 +221,7 @@ def measure(pair: Pair, config: Config, work: Work, peers: Mapping[str, Peer]) -
             "workload": config.work.task or "random",
             "branchy": config.work.branchy or None,
             "rows": rows,
+            "temperature": work.temperature,
             "prompt_tokens": int(work.prompts.tokens.shape[1]),
             "new_tokens": "natural" if config.work.task else config.work.tokens,
             "tokens_per_second": 1.0 / float(np.median(seconds[name])),

@@ -238,6 +238,7 @@ def measure(
         "prompt_tokens": int(work.prompts.tokens.shape[1]),
         "ladder": config.ladder,
         "drafts": config.drafts,
+        "temperature": work.temperature,
         "synthetic_survival": survival or None,
     }
     table = []

@@ -33,9 +33,12 @@ class WorkOptions:
     """Tokens of every response of equal length; at most, under a task."""
     prompt_tokens: int = 32
     """Of every prompt; at most, under a jsonl task."""
+    temperature: float = 1.0
+    """Of the policy's law; 0 for its most probable tokens."""
 
     def __post_init__(self) -> None:
         check_least("", self, tokens=1, prompt_tokens=2)
+        _ = SamplingLaw(self.temperature)
         if not 0.0 <= self.branchy <= 1.0 or (self.branchy and self.task is None):
             raise InputError(f"--branchy is {self.branchy}; choose a share from 0 to 1, with --task")
         if (self.task == "jsonl") != (self.data is not None):
@@ -47,12 +50,13 @@ WorkFlags = Annotated[WorkOptions, tyro.conf.arg(name="")]
 
 @dataclass(frozen=True)
 class Work:
-    """Prompts, the most tokens of every response, what ends one before that, and the seed of the noise."""
+    """Prompts, the most tokens of every response, what ends one before that, and the seed and temperature of draws."""
 
     prompts: Prompts
     limits: Int[np.ndarray, "b"]
     end_ids: tuple[int, ...] = ()
     seed: int = 0
+    temperature: float = 1.0
 
     @property
     def longest(self) -> int:
@@ -61,8 +65,9 @@ class Work:
 
     @property
     def law(self) -> SamplingLaw:
-        """Temperature 1; without end tokens of its own the limits decide."""
-        return SamplingLaw(end_ids=self.end_ids) if self.end_ids else endless_law(self.longest)
+        """The policy's; without end tokens of its own the limits decide."""
+        law = SamplingLaw(end_ids=self.end_ids) if self.end_ids else endless_law(self.longest)
+        return replace(law, temperature=self.temperature)
 
 
 def endless_law(tokens: int) -> SamplingLaw:
@@ -108,9 +113,10 @@ def make_work(
     rng = np.random.default_rng(seed)
     if options.task is not None:
         assert policy is not None
-        return replace(_task_work(options, policy, count, samples, rng), seed=seed)
+        return replace(_task_work(options, policy, count, samples, rng), seed=seed, temperature=options.temperature)
     limits = long_tailed(rng, count) if lengths == "long-tailed" else np.full(count, options.tokens, np.int32)
-    return Work(random_prompts(rng, count // samples, options.prompt_tokens, vocab_size), limits, seed=seed)
+    prompts = random_prompts(rng, count // samples, options.prompt_tokens, vocab_size)
+    return Work(prompts, limits, seed=seed, temperature=options.temperature)
 
 
 def _task_work(options: WorkOptions, policy: str, sequences: int, samples: int, rng: np.random.Generator) -> Work:

@@ -13,7 +13,7 @@ from tiny import PLAIN, POLICY, VOCAB, no_texts, random_eagle3, tiny_params
 from specrl_jax.data.tokenizers import arithmetic_tokenizer
 from specrl_jax.drafters import small_policy
 from specrl_jax.drafters.combined import Both, CombinedDrafter
-from specrl_jax.drafters.heads import as_head, for_policy, load_drafter
+from specrl_jax.drafters.heads import as_head, for_policy, load_drafter, save_drafter
 from specrl_jax.drafters.protocol import ChainDrafter
 from specrl_jax.drafters.small_policy import SmallPolicyDrafter
 from specrl_jax.errors import InputError
@@ -138,13 +138,28 @@ def test_a_folder_of_a_policy_is_a_small_policy(folder):
     assert load_drafter(folder)[0].shared_vocab == PADDED.vocab_size
 
 
+def with_another_token():
+    """The tokenizer with an x in place of the +."""
+    core = TOKENIZER.backend_tokenizer.to_str().replace('"+"', '"x"')
+    return type(TOKENIZER)(tokenizer_object=type(TOKENIZER.backend_tokenizer).from_str(core), eos_token="<end>")
+
+
+def test_a_head_that_comes_with_another_tokenizer_is_refused(tmp_path):
+    drafter, params = random_eagle3()
+    save_drafter(tmp_path / "head", drafter, params)
+    assert load_drafter(tmp_path / "head", tokenizer=TOKENIZER)[0] == drafter
+    TOKENIZER.save_pretrained(tmp_path / "head")
+    assert load_drafter(tmp_path / "head", tokenizer=TOKENIZER)[0] == drafter
+    with pytest.raises(InputError, match=r"draft head .*head cannot draft: its tokenizer has '\+' for id 13, and the "):
+        load_drafter(tmp_path / "head", tokenizer=with_another_token())
+
+
 def test_small_policies_that_cannot_draft_are_refused(folder, tmp_path):
     other = arithmetic_tokenizer()
     other.add_tokens(["x"])
     # Ids that only one of them has are no harm.
     assert load_drafter(folder, LARGE, other)[0].shared_vocab == len(TOKENIZER)
-    core = TOKENIZER.backend_tokenizer.to_str().replace('"+"', '"x"')
-    other = type(TOKENIZER)(tokenizer_object=type(TOKENIZER.backend_tokenizer).from_str(core), eos_token="<end>")
+    other = with_another_token()
     with pytest.raises(
         InputError, match=r"small cannot draft: its tokenizer has '\+' for id 13, and the policy's 'x'; "
     ):

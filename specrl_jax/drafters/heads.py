@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
+from specrl_jax.data.tokenizers import has_tokenizer, load_tokenizer, shared_ids
 from specrl_jax.drafters.block import BlockDrafter
 from specrl_jax.drafters.block_folder import is_block_drafter, load_block, save_block
 from specrl_jax.drafters.block_params import BlockConfig, BlockParams, init_block
@@ -99,14 +100,30 @@ def load_drafter(
     """A draft model from a folder or a hub name, its kind told from config.json.
 
     `policy` and its `tokenizer` are what it must fit; see the four loaders.
+
+    Raises:
+        InputError: as the loaders, or the folder has a tokenizer of other tokens than the policy's.
     """
     folder = resolve_folder(source, "draft head")
     hf = read_json(folder / "config.json")
+    if is_small_policy(hf) and not is_block_drafter(hf) and not is_mtp_head(hf):
+        return load_small_policy(folder, policy, tokenizer)
+    _check_tokenizer(folder, tokenizer)
     if is_block_drafter(hf):
         return load_block(folder, policy)
     if is_mtp_head(hf):
         return load_mtp(folder, policy)
-    return load_small_policy(folder, policy, tokenizer) if is_small_policy(hf) else load_eagle3(folder, policy)
+    return load_eagle3(folder, policy)
+
+
+def _check_tokenizer(folder: Path, tokenizer: Any) -> None:
+    """InputError where a head comes with a tokenizer of its own to which an id is another token."""
+    if tokenizer is None or not has_tokenizer(folder):
+        return
+    try:
+        shared_ids(load_tokenizer(folder), tokenizer)
+    except InputError as error:
+        raise InputError(f"draft head {folder} cannot draft: {error}") from None
 
 
 def with_policy_head(params: HeadParams, policy: PolicyParams) -> HeadParams:

@@ -74,7 +74,7 @@ def one_seed(config: Config, model: Model, drafter: HeadDrafter, work: train_dra
         changed = replace(config, draft=replace(config.draft, loss=loss, unroll=unroll))
         own = train_draft.stage_of(changed, model, drafter)
         folder = out / "checkpoints" / f"{loss}_{unroll}_{config.run.seed}"
-        draft = own.train(model.params, rollouts, key, folder)
+        draft, _ = own.train(model.params, rollouts, key, folder)
         for k in config.measured:
             measured = replace(changed, eval_draft_length=k)
             for row in train_draft.measure(measured, model, drafter, draft, work, f"{loss}, {unroll} steps"):

@@ -152,10 +152,10 @@ def one_seed(config: Config, model: Model, drafter: HeadDrafter, prompts: Prepar
         if init == UNTRAINED:
             draft, seconds = stage.fresh(model.params, corpora[IN_DOMAIN](), key), 0.0
         else:
-            draft, seconds = stage.timed(model.params, corpora[init], key, folder)
+            draft, seconds = stage.train(model.params, corpora[init], key, folder)
         note(init, "offline", draft, seconds)
         adapted = folder.with_name(f"{folder.name}_adapted")
-        draft, adapting = more.timed(model.params, fresh, key, adapted, draft)
+        draft, adapting = more.train(model.params, fresh, key, adapted, draft)
         note(init, "adapted", draft, seconds + adapting)
     return rows
 

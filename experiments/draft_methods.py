@@ -106,7 +106,7 @@ def trained(config: Config, model: Model, heads: Mapping[str, HeadDrafter], work
     rollouts = Rollouts(partial(first.corpus, model.params, work.train))
     for name, drafter in heads.items():
         stage = train_draft.stage_of(config, model, drafter)
-        draft, seconds = stage.timed(
+        draft, seconds = stage.train(
             model.params, rollouts, jax.random.key(seed), out / "checkpoints" / f"{name}_{seed}"
         )
         made[name] = Method(drafter, draft, seconds, size(draft.weights))

@@ -68,7 +68,7 @@ class DraftStageOptions:
 
 @dataclass
 class Rollouts:
-    """Rollouts that several trainings share: made when first asked for. seconds: that this took."""
+    """Rollouts that trainings share: made when first asked for. seconds: that this took."""
 
     make: Callable[[], Sequences]
     seconds: float = 0.0
@@ -131,19 +131,23 @@ class DraftStage:
     def train(
         self,
         params: PolicyParams,
-        rollouts: Callable[[], Sequences],
+        rollouts: Rollouts,
         key: Any,
         checkpoints: Path,
         start: HeadParams | None = None,
-    ) -> HeadParams:
+    ) -> tuple[HeadParams, float]:
         """Train a fresh head, or the one given, on rollouts of the policy (`corpus`).
 
         A finished stage is read from its checkpoint and asks for no rollouts.
+
+        Returns:
+            The head, and the seconds spent on it, those of the rollouts included whichever training made them.
         """
         head, offline, steps = self.drafter.config, self._offline, self.options.steps
         if latest_step(checkpoints) == steps:
             blank = offline.init(start or init_head(key, head, params, np.arange(head.draft_vocab_size)))
-            return restore_checkpoint(checkpoints, blank)[0].draft
+            state, meta = restore_checkpoint(checkpoints, blank)
+            return state.draft, meta.get("seconds", 0.0)
         corpus = rollouts()
         draft = self.fresh(params, corpus, key) if start is None else start
 
@@ -158,7 +162,7 @@ class DraftStage:
                 advance(count, f"loss {np.mean(metrics['draft_loss']):.3f}, overlap {overlap}")
                 return False
 
-            state = run_stage(
+            state, seconds = run_stage(
                 checkpoints,
                 self.mesh,
                 offline.init(draft),
@@ -166,13 +170,6 @@ class DraftStage:
                 chunk=max(1, min(50, steps // 2)),
                 program=program,
                 on_chunk=report,
+                spent=rollouts.seconds,
             )
-        return state.draft
-
-    def timed(
-        self, params: PolicyParams, rollouts: Rollouts, key: Any, checkpoints: Path, start: HeadParams | None = None
-    ) -> tuple[HeadParams, float]:
-        """As `train`, and the seconds that it took, those of the rollouts included whoever made them."""
-        made, begin = rollouts.seconds, time.perf_counter()
-        draft = jax.block_until_ready(self.train(params, rollouts, key, checkpoints, start))
-        return draft, time.perf_counter() - begin + made
+        return state.draft, seconds

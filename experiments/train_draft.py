@@ -18,7 +18,7 @@ import tyro
 from transformers import PreTrainedTokenizerFast
 
 from experiments.common import Run, RunOptions, check_least, run_main
-from experiments.draft_stage import DraftStage, DraftStageOptions
+from experiments.draft_stage import DraftStage, DraftStageOptions, Rollouts
 from experiments.inference import Model, ModelFlags, ModelOptions, ProblemOptions, open_model, open_problems
 from experiments.outputs import check_output, markdown_table, open_output, provenance, write_results
 from experiments.rollout_options import LawFlags, LawOptions
@@ -272,8 +272,8 @@ def main(config: Config) -> None:
     start: Any = model.draft if config.model.drafter is not None else None
     table = [] if start is None else measure(config, model, drafter, start, work, "before")
     key = jax.random.key(config.run.seed)
-    rollouts = partial(stage.corpus, model.params, work.train)
-    draft = stage.train(model.params, rollouts, key, out / "checkpoints" / "draft", start)
+    rollouts = Rollouts(partial(stage.corpus, model.params, work.train))
+    draft, _ = stage.train(model.params, rollouts, key, out / "checkpoints" / "draft", start)
     save_drafter(out / "drafter", drafter, draft)
     table += measure(config, model, drafter, draft, work, "after")
     source = provenance(config.run.seed)

@@ -20,7 +20,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from experiments.common import profile, progress, run_main
-from experiments.draft_stage import DraftStage
+from experiments.draft_stage import DraftStage, Rollouts
 from experiments.outputs import check_output, open_output, provenance
 from experiments.report import close_run
 from experiments.setup import (
@@ -175,7 +175,7 @@ def warm_up(session: Session, params: PolicyParams, out: Path) -> PolicyParams:
             advance(count, f"loss {loss:.3f}")
             return warmup.stop_loss is not None and loss <= warmup.stop_loss
 
-        state = run_stage(
+        state, _ = run_stage(
             checkpoints,
             session.mesh,
             state,
@@ -361,8 +361,8 @@ def main(config: Config) -> None:
     if draft is None and config.trains_head:
         prompts = session.workload.draft_prompts(config.draft.prompts)
         stage = session.draft_stage
-        rollouts = partial(stage.corpus, params, prompts)
-        draft = stage.train(params, rollouts, draft_key, out / "checkpoints" / "draft")
+        rollouts = Rollouts(partial(stage.corpus, params, prompts))
+        draft, _ = stage.train(params, rollouts, draft_key, out / "checkpoints" / "draft")
         save_drafter(out / "drafter", as_head(session.drafter), draft)
     start_from = Start(
         params, session_draft(session, draft, empty_history(session)), params if config.loss.kl_coef > 0 else None

@@ -19,7 +19,7 @@ def _run(folder, stop, total=10):
 
         return run
 
-    state = run_stage(
+    state, seconds = run_stage(
         folder,
         make_mesh(MeshConfig()),
         jnp.int32(0),
@@ -27,7 +27,9 @@ def _run(folder, stop, total=10):
         chunk=4,
         program=program,
         on_chunk=lambda done, count, metrics: done >= stop,
+        spent=100.0,
     )
+    assert 100.0 < seconds < 160.0
     return int(state), calls
 
 

@@ -1,5 +1,6 @@
 """Stages that scan many updates per dispatch: supervised warm-up and draft-head training."""
 
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
@@ -22,7 +23,8 @@ def run_stage(
     chunk: int,
     program: Callable[[int], Callable[[StateT], tuple[StateT, dict[str, Any]]]],
     on_chunk: Callable[[int, int, dict[str, Any]], bool],
-) -> StateT:
+    spent: float = 0.0,
+) -> tuple[StateT, float]:
     """Run at most `total` updates in dispatches of `chunk`, from the last checkpoint in `folder` where there is one.
 
     Args:
@@ -33,13 +35,18 @@ def run_stage(
         program: `program(n)` is a compiled `state -> (state, metrics)` of `n` updates.
         on_chunk: called with updates done, updates in this dispatch, and its metrics (steps first);
             True ends the stage.
+        spent: seconds of what was made for it before the first update.
+
+    Returns:
+        The state, and the seconds spent; a resumed stage goes on counting from its checkpoint.
     """
     state = jax.device_put(state, NamedSharding(mesh, P()))
     done, finished = latest_step(folder) or 0, False
     if done:
         state, meta = restore_checkpoint(folder, state)
-        finished = meta["finished"]
+        finished, spent = meta["finished"], meta.get("seconds", 0.0)
     programs: dict[int, Callable[[StateT], tuple[StateT, dict[str, Any]]]] = {}
+    start = time.perf_counter()
     while done < total and not finished:
         count = min(chunk, total - done)
         if count not in programs:
@@ -47,5 +54,7 @@ def run_stage(
         state, metrics = programs[count](state)
         done += count
         finished = on_chunk(done, count, jax.device_get(metrics))
-        save_checkpoint(folder, done, state, {"step": done, "finished": finished}, keep=1)
-    return state
+        now = time.perf_counter()
+        start, spent = now, spent + now - start
+        save_checkpoint(folder, done, state, {"step": done, "finished": finished, "seconds": spent}, keep=1)
+    return state, spent

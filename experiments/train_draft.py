@@ -26,7 +26,7 @@ from experiments.setup import check_draft_batches, draft_head_config
 from specrl_jax.data.prompts import Prompts
 from specrl_jax.drafters.block_params import BlockConfig
 from specrl_jax.drafters.heads import HeadConfig, HeadDrafter, as_head, drafter_for_head, save_drafter
-from specrl_jax.drafters.mtp import mtp_config
+from specrl_jax.drafters.mtp_dialects import mtp_config
 from specrl_jax.errors import InputError
 from specrl_jax.models.config import PolicyConfig
 from specrl_jax.rl.scoring import Scorer

@@ -18,9 +18,8 @@ from tiny import INVARIANT, PLAIN, POLICY, no_texts, random_eagle3, tiny_params
 
 from specrl_jax.drafters import eagle3_training
 from specrl_jax.drafters.draft_losses import DraftBatch, DraftLossConfig
-from specrl_jax.drafters.eagle3 import Eagle3Drafter
-from specrl_jax.drafters.eagle3_params import init_eagle3, weight_shapes
 from specrl_jax.drafters.eagle3_training import ttt_logits
+from specrl_jax.drafters.head_files import by_name
 from specrl_jax.drafters.heads import (
     for_policy,
     head_counts,
@@ -29,7 +28,9 @@ from specrl_jax.drafters.heads import (
     save_drafter,
     with_policy_head,
 )
-from specrl_jax.drafters.mtp import mtp_config
+from specrl_jax.drafters.mtp import MtpDrafter
+from specrl_jax.drafters.mtp_dialects import mtp_config
+from specrl_jax.drafters.mtp_params import init_mtp, weight_shapes
 from specrl_jax.errors import InputError
 from specrl_jax.models.huggingface import load_config, load_policy
 from specrl_jax.models.policy import forward, grid_batch, logits, sequence_positions
@@ -104,7 +105,8 @@ def test_a_wrong_layout_is_seen(mimo, expected, monkeypatch, planted):
     if planted == "order":
         weights = replace(weights, input_proj=jnp.roll(weights.input_proj, policy.hidden_size, axis=1))
     if planted == "bias":
-        weights = replace(weights, v_bias=jnp.zeros_like(weights.v_bias))
+        attention = replace(weights.attention, v_bias=jnp.zeros_like(weights.attention.v_bias))
+        weights = replace(weights, attention=attention)
     if planted == "first embedding":
         right = eagle3_training.attention_input
         monkeypatch.setattr(eagle3_training, "attention_input", lambda *args: right(*args[:-1], args[-1] + 1))
@@ -152,17 +154,18 @@ def any_head(draft_vocab_size=None):
     """A head made for a policy of another family, which has none, and the policy."""
     config = mtp_config(POLICY, draft_vocab_size)
     ids = None if draft_vocab_size is None else np.arange(draft_vocab_size) + 2
-    return Eagle3Drafter(config), init_eagle3(jax.random.key(0), config, ids, tiny_params()), tiny_params()
+    return MtpDrafter(config), init_mtp(jax.random.key(0), config, ids, tiny_params()), tiny_params()
 
 
 def test_a_new_head_starts_as_the_policy_s_last_layer():
     _, draft, policy = any_head(8)
-    for name in ("attn_norm", "q_proj", "k_norm", "o_proj", "down_proj"):
-        np.testing.assert_array_equal(getattr(draft.weights, name), getattr(policy.layers[-1], name))
+    arrays = by_name(draft.weights)
+    for name in ("attn_norm", "attention.q_proj", "attention.k_norm", "attention.o_proj", "feed_forward.down_proj"):
+        np.testing.assert_array_equal(arrays[name], getattr(policy.layers[-1], name.rpartition(".")[2]))
     np.testing.assert_array_equal(draft.weights.final_norm, policy.final_norm)
     np.testing.assert_array_equal(draft.lm_head, policy.head[2:10])
-    assert draft.weights.q_bias is None
-    biased = init_eagle3(jax.random.key(0), mtp_config(load_config(MIMO))).weights
+    assert draft.weights.attention.q_bias is None
+    biased = init_mtp(jax.random.key(0), mtp_config(load_config(MIMO))).weights.attention
     assert not biased.q_bias.any()
 
 
@@ -184,12 +187,16 @@ def test_training_moves_the_head_and_not_what_it_shares():
     batch = DraftBatch(tokens, features, teacher, jnp.ones((2, 9), bool))
     counts = head_counts(config, draft, batch, loss)
 
-    def run(weights, rows, embed):
-        return head_loss(weights, replace(draft, lm_head=rows), embed, batch, config, loss, counts)[0]
+    def run(weights, shared, embed):
+        return head_loss(
+            weights, replace(draft, lm_head=shared[0], policy_norm=shared[1]), embed, batch, config, loss, counts
+        )[0]
 
-    weights, *shared = jax.jit(jax.grad(run, argnums=(0, 1, 2)))(draft.weights, draft.lm_head, policy.embed)
+    weights, *shared = jax.jit(jax.grad(run, argnums=(0, 1, 2)))(
+        draft.weights, (draft.lm_head, draft.policy_norm), policy.embed
+    )
     assert all(np.abs(leaf).max() > 0 for leaf in jax.tree.leaves(weights))
-    assert not any(leaf.any() for leaf in shared)
+    assert not any(leaf.any() for leaf in jax.tree.leaves(shared))
 
 
 def test_mimo_7b_has_its_published_size():
@@ -238,11 +245,8 @@ def test_a_head_of_another_policy_or_with_other_flags_is_refused(mimo):
         load_drafter(MIMO, replace(policy, vocab_size=30))
     with pytest.raises(InputError, match=r"reads an embedding of 29 tokens of width 16, not \(20, 32\)"):
         for_policy(*load_drafter(MIMO), tiny_params())
-    for change in ({"fc_norm": True}, {"boundaries": (1, 2)}, {"own_embed": True}):
-        with pytest.raises(InputError, match="give it the policy's last boundary and no flags"):
-            replace(drafter.config, **change)
-    with pytest.raises(InputError, match="sets qkv_bias, which only mtp heads have; leave it out"):
-        replace(drafter.config, mtp=False)
+    with pytest.raises(InputError, match="mtp head boundary is 0; it must be at least 1"):
+        replace(drafter.config, boundary=0)
     eagle3 = random_eagle3()[1]
     assert with_policy_head(eagle3, tiny_params()) is eagle3  # it has rows of its own
     with pytest.raises(ValueError, match="no output rows"):

@@ -21,6 +21,7 @@ from specrl_jax.drafters.draft_losses import DraftBatch, DraftLossConfig
 from specrl_jax.drafters.eagle3_training import ttt_logits
 from specrl_jax.drafters.head_files import by_name
 from specrl_jax.drafters.heads import (
+    beside_its_policy,
     for_policy,
     head_counts,
     head_loss,
@@ -32,7 +33,7 @@ from specrl_jax.drafters.mtp import MtpDrafter
 from specrl_jax.drafters.mtp_dialects import mtp_config
 from specrl_jax.drafters.mtp_params import init_mtp, weight_shapes
 from specrl_jax.errors import InputError
-from specrl_jax.models.huggingface import load_config, load_policy
+from specrl_jax.models.huggingface import load_config, load_policy, save_policy
 from specrl_jax.models.policy import forward, grid_batch, logits, sequence_positions
 from specrl_jax.models.presets import PRESETS
 from specrl_jax.models.weights import tensor_shapes
@@ -127,6 +128,51 @@ def test_a_head_comes_back_from_a_folder_of_its_own(mimo, tmp_path):
     again, loaded = for_policy(*load_drafter(tmp_path / "head", policy), params)
     assert again == drafter
     jax.tree.map(np.testing.assert_array_equal, loaded, draft)
+
+
+class Qwen2TokenizerOfTest:
+    """What saving a policy asks of a tokenizer."""
+
+    bos_token_id, eos_token_id, pad_token_id = None, 1, 0
+
+    def get_vocab(self):
+        return {str(i): i for i in range(29)}
+
+    def save_pretrained(self, folder):
+        (Path(folder) / "tokenizer_config.json").write_text("{}")
+
+
+def test_policy_and_head_come_back_from_one_folder(mimo, tmp_path):
+    """As published: every tensor under its name with its bytes, in two files with an index."""
+    params, policy, drafter, draft = mimo
+    beside = beside_its_policy(MIMO, drafter, draft)
+    save_policy(tmp_path / "both", params, policy, Qwen2TokenizerOfTest(), shard_bytes=20_000, head=beside)
+    published, ours = (
+        {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
+        for folder in (MIMO, tmp_path / "both")
+    )
+    assert ours.keys() == published.keys()
+    for name, tensor in ours.items():
+        assert (tensor.dtype, tensor.tobytes()) == (published[name].dtype, published[name].tobytes())
+    index = json.loads((tmp_path / "both" / "model.safetensors.index.json").read_text())
+    assert index["weight_map"].keys() == published.keys()
+    config, theirs = (json.loads((folder / "config.json").read_text()) for folder in (tmp_path / "both", MIMO))
+    for name in ("architectures", "model_type", "attention_bias", "num_nextn_predict_layers"):
+        assert config[name] == theirs[name]
+    again, same = load_policy(tmp_path / "both")
+    loaded = for_policy(*load_drafter(tmp_path / "both", same), again)
+    assert (same, loaded[0]) == (policy, drafter)
+    jax.tree.map(np.testing.assert_array_equal, (again, loaded[1]), (params, draft))
+
+
+def test_a_head_stays_apart_from_a_policy_that_came_without(mimo, tmp_path):
+    drafter, draft = mimo[2:]
+    save_drafter(tmp_path / "head", drafter, draft)
+    assert beside_its_policy(None, drafter, draft) is None
+    assert beside_its_policy(tmp_path / "head", drafter, draft) is None
+    fewer, eight, _ = any_head(8)
+    assert beside_its_policy(MIMO, fewer, eight) is None
+    assert beside_its_policy(MIMO, *random_eagle3()) is None
 
 
 def rolled_out(mimo, k, drafter=None, draft=None, **settings):

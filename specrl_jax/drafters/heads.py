@@ -22,7 +22,7 @@ from specrl_jax.drafters.eagle3 import Eagle3Drafter
 from specrl_jax.drafters.eagle3_folder import load_eagle3, save_eagle3, with_policy_embedding
 from specrl_jax.drafters.eagle3_params import Eagle3Config, Eagle3Params, init_eagle3
 from specrl_jax.drafters.eagle3_training import draft_counts, draft_loss
-from specrl_jax.drafters.mtp import MtpDrafter, is_mtp_head, load_mtp, save_mtp
+from specrl_jax.drafters.mtp import MtpDrafter, beside_policy, is_mtp_head, lies_with_policy, load_mtp, save_mtp
 from specrl_jax.drafters.mtp_layouts import MtpConfig
 from specrl_jax.drafters.mtp_params import MtpParams, init_mtp
 from specrl_jax.drafters.small_policy import SmallPolicyDrafter
@@ -99,6 +99,17 @@ def save_drafter(folder: str | Path, drafter: HeadDrafter, params: HeadParams) -
     else:
         assert isinstance(params, Eagle3Params)
         save_eagle3(folder, drafter, params)
+
+
+def beside_its_policy(source: str | Path | None, drafter: Any, params: Any) -> Any:
+    """A trained head as `huggingface.save_policy` takes it, where the policy's folder `source` carries a native head.
+
+    None where that folder has none, or the head is of another kind.
+    """
+    if source is None or not isinstance(drafter, MtpDrafter) or not isinstance(params, MtpParams):
+        return None
+    hf = read_json(resolve_folder(source) / "config.json")
+    return beside_policy(drafter, params) if lies_with_policy(hf) else None
 
 
 def load_drafter(

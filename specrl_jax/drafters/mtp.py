@@ -18,20 +18,24 @@ from specrl_jax.drafters.eagle3 import LayerDrafter
 from specrl_jax.drafters.head_files import (
     by_name,
     check_fits,
+    has_weights,
     read_target_ids,
     read_tensors,
     save_head,
     vocab_maps,
     weights_files,
 )
-from specrl_jax.drafters.mtp_dialects import config_from_json, config_json, layout_name
+from specrl_jax.drafters.mtp_dialects import config_from_json, config_json, layout_name, with_policy_fields
 from specrl_jax.drafters.mtp_layouts import MtpConfig
-from specrl_jax.drafters.mtp_names import as_arrays, as_tensors, canonical, tensor_shapes
+from specrl_jax.drafters.mtp_names import NAMES, as_arrays, as_tensors, canonical, has_stacked_experts, tensor_shapes
 from specrl_jax.drafters.mtp_params import MtpParams, as_weights, weight_shapes
 from specrl_jax.errors import InputError
 from specrl_jax.models.config import PolicyConfig
 from specrl_jax.models.huggingface import resolve_folder
-from specrl_jax.models.weights import read_json
+from specrl_jax.models.weights import read_json, weight_map
+
+# Checkpoints in bfloat16 have these in float32.
+_AS_STORED = ("feed_forward.router", "feed_forward.router_bias")
 
 
 @dataclass(frozen=True)
@@ -59,6 +63,24 @@ def save_mtp(folder: str | Path, drafter: MtpDrafter, params: MtpParams) -> None
     save_head(folder, config_json(config), head_tensors(config, params) | maps)
 
 
+def lies_with_policy(hf: dict[str, Any]) -> bool:
+    """Whether a config.json is of a folder that is policy and MTP head."""
+    name = layout_name(hf)
+    return name is not None and hf["architectures"][0] != NAMES[name].alone
+
+
+def beside_policy(drafter: MtpDrafter, params: MtpParams) -> tuple[dict[str, Any], dict[str, np.ndarray]] | None:
+    """What a policy's folder has of the head that lies in it: fields of config.json, and tensors by name.
+
+    None where the head is not like MiMo's, whose policies are the ones implemented, or leaves out tokens.
+    """
+    config = drafter.config
+    is_like_mimo = config.layout.name == "mimo" and getattr(config.attention, "bias", False)
+    if not is_like_mimo or config.draft_vocab_size != config.vocab_size:
+        return None
+    return with_policy_fields(), head_tensors(config, params)
+
+
 def load_mtp(source: str | Path, policy: PolicyConfig | None = None) -> tuple[MtpDrafter, MtpParams]:
     """A head from a folder or a hub name, its own or one with its policy; output rows come with `heads.for_policy`.
 
@@ -72,8 +94,10 @@ def load_mtp(source: str | Path, policy: PolicyConfig | None = None) -> tuple[Mt
     """
     folder = resolve_folder(source, "draft head")
     config_file = folder / "config.json"
+    hf = read_json(config_file)
+    stacked = has_weights(folder) and has_stacked_experts(weight_map(folder))
     try:
-        config = config_from_json(read_json(config_file))
+        config = config_from_json(hf, stacked)
     except InputError as error:
         raise InputError(f"{config_file}: {error}") from None
     if policy is not None:
@@ -82,5 +106,8 @@ def load_mtp(source: str | Path, policy: PolicyConfig | None = None) -> tuple[Mt
     expected = tensor_shapes(config, shapes)
     found = read_tensors(weights_files(folder), expected, (), *sizes, partial(canonical, config))
     ids, dtype = read_target_ids(folder, found, *sizes), jnp.dtype(config.dtype)
-    arrays = {field: jnp.asarray(x.astype(dtype)) for field, x in as_arrays(config, found, list(shapes)).items()}
+    arrays = {
+        field: jnp.asarray(x if field in _AS_STORED and x.dtype == np.float32 else x.astype(dtype))
+        for field, x in as_arrays(config, found, shapes).items()
+    }
     return MtpDrafter(config), MtpParams(as_weights(config, arrays), jnp.asarray(ids))

@@ -51,7 +51,9 @@ def latent_queries(
     """Queries for the short vector, beside rotated ones."""
     if weights.q_down is not None and weights.q_down_norm is not None:
         x = rms_norm(linear(x, weights.q_down), weights.q_down_norm, eps)
-    queries = linear(x, weights.q_proj).reshape(x.shape[0], attention.num_heads, -1)
+    kernel = weights.q_proj if weights.q_up is None else weights.q_up
+    assert kernel is not None
+    queries = linear(x, kernel).reshape(x.shape[0], attention.num_heads, -1)
     plain, turned = jnp.split(queries, [attention.nope_width], axis=-1)
     absorbed = jnp.einsum("nhc,hcr->nhr", plain, _up(attention, weights)[0])
     both = jnp.concatenate([absorbed, _rotated(turned, rope, positions)], axis=-1)

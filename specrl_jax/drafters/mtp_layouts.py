@@ -153,6 +153,8 @@ class Experts:
     def __post_init__(self) -> None:
         names = ("count", "chosen", "width", "shared_width", "groups", "chosen_groups")
         _check_sizes("experts", {name: getattr(self, name) for name in names})
+        if self.count < 2:
+            raise InputError("mtp head has 1 expert; give it two at least, or an MLP")
         if self.count % self.groups or self.chosen_groups > self.groups:
             raise InputError(
                 f"mtp head has {self.count} experts in {self.groups} groups, {self.chosen_groups} of them chosen; "

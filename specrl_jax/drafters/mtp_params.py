@@ -41,19 +41,20 @@ class GroupedWeights:
 
 @struct.dataclass
 class LatentWeights:
-    """Of `LatentAttention`. `r`: kv_rank. `n`: what queries are projected from, q_rank or the width.
+    """Of `LatentAttention`. `r`: kv_rank. `n`: q_rank; queries come from q_down, q_down_norm and q_up, or from q_proj.
 
     kv_down: to the short vector (`r`, normalised by kv_norm) and the rotated channels of the keys, `t`.
     kv_up: from the short vector, for every head its keys and then its values.
     """
 
-    q_proj: Float[Array, "qc n"]
-    kv_down: Float[Array, "r+t d"]
+    kv_down: Float[Array, "rt d"]
     kv_norm: Float[Array, "r"]
     kv_up: Float[Array, "kv r"]
     o_proj: Float[Array, "d hv"]
+    q_proj: Float[Array, "qc d"] | None = None
     q_down: Float[Array, "n d"] | None = None
     q_down_norm: Float[Array, "n"] | None = None
+    q_up: Float[Array, "qc n"] | None = None
 
 
 @struct.dataclass
@@ -149,13 +150,15 @@ Shapes = dict[str, tuple[int, ...]]
 def _latent_shapes(attention: LatentAttention, d: int) -> Shapes:
     heads, rank = attention.num_heads, attention.kv_rank
     shapes: Shapes = {
-        "q_proj": (heads * (attention.nope_width + attention.rope_width), attention.q_rank or d),
         "kv_down": (rank + attention.rope_width, d),
         "kv_norm": (rank,),
         "kv_up": (heads * (attention.nope_width + attention.value_width), rank),
         "o_proj": (d, heads * attention.value_width),
     }
-    return shapes | ({"q_down": (attention.q_rank, d), "q_down_norm": (attention.q_rank,)} if attention.q_rank else {})
+    queries, inner = heads * (attention.nope_width + attention.rope_width), attention.q_rank
+    if not inner:
+        return shapes | {"q_proj": (queries, d)}
+    return shapes | {"q_down": (inner, d), "q_down_norm": (inner,), "q_up": (queries, inner)}
 
 
 def _attention_shapes(attention: Attention, d: int) -> Shapes:

@@ -224,7 +224,8 @@ def nemotron_to_json(config: MtpConfig) -> dict[str, Any]:
 
 def deepseek_from_json(hf: dict[str, Any]) -> MtpConfig:
     """A head of DeepSeek-V3 or R1: its layer is the one after the policy's last."""
-    refused = {"attention_bias": (False,), "hidden_act": ("silu",), "scoring_func": ("sigmoid",)}
+    refused: dict[str, tuple[Any, ...]] = {"attention_bias": (False,), "hidden_act": ("silu",)}
+    refused |= {"scoring_func": ("sigmoid",)}
     refused |= {"topk_method": ("noaux_tc",), "index_topk": (None,), "rope_interleave": (True, None)}
     _refuse(hf, refused | {"quantization_config": (None,)})
     layers = integer(hf, "num_hidden_layers")

@@ -181,7 +181,8 @@ def as_tensors(config: MtpConfig, arrays: dict[str, np.ndarray]) -> dict[str, np
     arrays = dict(arrays)
     if _is_stacked(config):
         arrays[_BOTH] = np.concatenate([arrays.pop(_GATE), arrays.pop(_UP)], axis=1)
-    prefix, found = _prefix(config), {}
+    prefix = _prefix(config)
+    found: dict[str, np.ndarray] = {}
     for field, x in arrays.items():
         names = _names_of(config, field, x.shape)
         found |= {prefix + name: part for name, part in zip(names, [x] if len(names) == 1 else x, strict=True)}
@@ -192,7 +193,8 @@ def as_arrays(
     config: MtpConfig, tensors: dict[str, np.ndarray], shapes: dict[str, tuple[int, ...]]
 ) -> dict[str, np.ndarray]:
     """The arrays of a head by field name, from its tensors by their names after the prefix."""
-    found, halves = {}, {}
+    found: dict[str, np.ndarray] = {}
+    halves: dict[str, np.ndarray] = {}
     if _is_stacked(config):
         gate, up = np.split(tensors[NAMES[config.layout.name].stacked[_BOTH]], 2, axis=1)
         halves = {_GATE: gate, _UP: up}

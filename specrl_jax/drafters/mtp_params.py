@@ -235,6 +235,9 @@ def _start(key: Any, name: str, shape: tuple[int, ...], config: MtpConfig) -> Ar
     return jnp.stack([init_kernel(k, shape[1:], dtype) for k in jax.random.split(key, shape[0])])
 
 
+_MLP = ("gate_proj", "up_proj", "down_proj")
+
+
 def _from_policy(config: MtpConfig, policy: PolicyParams) -> dict[str, Array]:
     """The policy's last layer and final norm by our names, norms as the head has them."""
     layer, centre = policy.layers[-1], 1 if config.layout.zero_centred else 0
@@ -245,9 +248,6 @@ def _from_policy(config: MtpConfig, policy: PolicyParams) -> dict[str, Array]:
         part = "" if name in ("attn_norm", "mlp_norm") else "feed_forward." if name in _MLP else "attention."
         found[part + name] = x
     return {name: x - jnp.asarray(centre, x.dtype) if name.endswith("norm") else x for name, x in found.items()}
-
-
-_MLP = ("gate_proj", "up_proj", "down_proj")
 
 
 def init_mtp(

@@ -188,7 +188,7 @@ def test_experts_in_one_tensor_come_back_as_such(tmp_path):
     [
         ("qwen3_5", {"mtp_num_hidden_layers": 2}, "mtp_num_hidden_layers = 2; only heads of 1 layer are supported"),
         ("qwen3_5", {"attn_output_gate": False}, "sets attn_output_gate to False; only True is supported"),
-        ("qwen3_5", {"head_dim": 4}, r"of shape \[64, 32\] where config.json asks for \[32, 32\]"),
+        ("qwen3_5", {"head_dim": 4}, r"of shape \[8\] where config.json asks for \[4\]"),
         (
             "qwen3_5",
             {"rope_parameters": {"partial_rotary_factor": 2}},
@@ -197,12 +197,16 @@ def test_experts_in_one_tensor_come_back_as_such(tmp_path):
         ("qwen3_next", {"num_experts": 7}, "unexpected tensor mtp.layers.0.mlp.experts.7"),
         ("qwen3_next", {"num_experts_per_tok": 9}, "reads 9 of 8 experts, more than lie in 1 of 1 groups; lower it"),
         ("nemotron_h", {"mtp_hybrid_override_pattern": "*EE"}, "= '[*]EE'; only '[*]E' is supported"),
-        ("nemotron_h", {"mtp_layers_block_type": ["moe"]}, "only attention, then moe is supported"),
+        ("nemotron_h", {"mtp_layers_block_type": ["moe"]}, "only attention and then moe is supported"),
         ("nemotron_h", {"hidden_size": 16}, "where config.json asks for"),
         ("deepseek_v3", {"topk_method": "greedy"}, "sets topk_method to 'greedy'; only 'noaux_tc' is supported"),
         ("deepseek_v3", {"index_topk": 2048}, "sets index_topk to 2048; only None is supported"),
         ("deepseek_v3", {"n_group": 3}, "8 experts in 3 groups, 2 of them chosen; choose a number of groups"),
-        ("deepseek_v3", {"n_group": 8}, "has 8 groups of 1 expert; groups need two of them at least"),
+        (
+            "deepseek_v3",
+            {"n_group": 8, "num_experts_per_tok": 2},
+            "has 8 groups of 1 expert; groups need two of them at least",
+        ),
         ("deepseek_v3", {"num_nextn_predict_layers": None}, "= None; only heads of 1 layer are supported"),
     ],
 )

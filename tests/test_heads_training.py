@@ -9,7 +9,6 @@ from test_grpo import POLICY, VOCAB, autoregressive, initial, make_program, sha
 
 from specrl_jax.drafters.block_params import BlockConfig
 from specrl_jax.drafters.heads import drafter_for_head, init_head
-from specrl_jax.drafters.mtp_attached import attached_config
 from specrl_jax.drafters.mtp_dialects import mtp_config
 from specrl_jax.models.policy import head_weights
 
@@ -17,7 +16,6 @@ pytestmark = pytest.mark.ci
 BACKBONE = dataclasses.replace(POLICY, num_layers=1, tie_embeddings=False)
 HEADS = {
     "mtp": mtp_config(POLICY),
-    "qwen3_next": attached_config(POLICY, "qwen3_next", experts=4),
     "block": BlockConfig(BACKBONE, VOCAB, (0, 2), block_size=3, mask_token_id=3, markov_rank=3, confidence=True),
 }
 
@@ -38,7 +36,6 @@ def test_a_head_changes_neither_tokens_nor_policy(kind):
     assert ours.stats.accepted.sum() > 0
     assert (np.asarray(metrics["draft_grad_norm"]) > 0).all()
     assert sha(state.draft.weights) != sha(head.weights)
-    if kind != "block":  # its output rows and a norm are the policy's, which has learned
-        np.testing.assert_array_equal(state.draft.policy_norm, state.params.final_norm)
+    if kind == "mtp":  # its output rows are the policy's, which has learned
         np.testing.assert_array_equal(state.draft.lm_head, head_weights(state.params)[1])
         assert sha(state.draft.lm_head) != sha(head.lm_head)

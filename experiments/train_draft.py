@@ -25,10 +25,19 @@ from experiments.rollout_options import LawFlags, LawOptions
 from experiments.setup import check_draft_batches, draft_head_config
 from specrl_jax.data.prompts import Prompts
 from specrl_jax.drafters.block_params import BlockConfig
-from specrl_jax.drafters.heads import HeadConfig, HeadDrafter, as_head, drafter_for_head, save_drafter
-from specrl_jax.drafters.mtp import mtp_config
+from specrl_jax.drafters.heads import (
+    HeadConfig,
+    HeadDrafter,
+    as_head,
+    beside_its_policy,
+    drafter_for_head,
+    save_drafter,
+)
+from specrl_jax.drafters.mtp_attached import WITH_EXPERTS, attached_config
+from specrl_jax.drafters.mtp_layouts import LayoutName
 from specrl_jax.errors import InputError
 from specrl_jax.models.config import PolicyConfig
+from specrl_jax.models.huggingface import save_policy
 from specrl_jax.rl.scoring import Scorer
 from specrl_jax.rollout.config import RolloutConfig
 from specrl_jax.rollout.engine import RolloutEngine
@@ -47,6 +56,12 @@ class HeadOptions:
     kind: Literal["eagle3", "mtp", "block"] = "eagle3"
     """eagle3: one draft after the other; mtp: so too, by one more layer of the policy (multi-token prediction), which
     starts as its last; block: all of a round at once (DFlash, DSpark)."""
+    layout: LayoutName = "mimo"
+    """Family whose MTP heads it is like: mimo is the policy's own layer."""
+    experts: int = 8
+    """Experts of an MTP head whose layout has some."""
+    experts_per_token: int = 2
+    """How many of them a token reads."""
     layers: int = 2
     """Layers of a block drafter."""
     block_size: int = 8
@@ -69,14 +84,17 @@ class HeadOptions:
     qk_norm: bool = False
 
     def __post_init__(self) -> None:
-        check_least("head", self, layers=1, block_size=2, markov_rank=0)
+        check_least("head", self, layers=1, block_size=2, markov_rank=0, experts=2, experts_per_token=1)
         own = ("layers", "block_size", "sample_from_anchor", "markov_rank", "confidence", "mask_token_id")
         flags = ("norm_before_fc", "fc_norm", "norm_before_residual", "norm_output", "qk_norm")
-        foreign = {"eagle3": own, "mtp": own + flags, "block": flags}
+        experts, mtp = ("experts", "experts_per_token"), ("layout", "experts", "experts_per_token")
+        unread = () if self.layout in WITH_EXPERTS else experts
+        foreign = {"eagle3": own + mtp, "mtp": own + flags + unread, "block": flags + mtp}
         for name in foreign[self.kind]:
             if getattr(self, name) != getattr(type(self), name):
                 flag = f"--head.{name.replace('_', '-')}"
-                raise InputError(f"{flag} does not belong to --head.kind {self.kind}; leave one of them out")
+                kind = f"--head.kind {self.kind}" + (f" --head.layout {self.layout}" if self.kind == "mtp" else "")
+                raise InputError(f"{flag} does not belong to {kind}; leave one of them out")
 
     def config(self, policy: PolicyConfig, tokenizer: PreTrainedTokenizerFast, vocab_size: int) -> HeadConfig:
         """The head for a policy, over at most `vocab_size` of its tokens; InputError when a size does not fit."""
@@ -85,7 +103,8 @@ class HeadOptions:
             flags = ("norm_before_fc", "fc_norm", "norm_before_residual", "norm_output", "qk_norm")
             return replace(eagle3, **{flag: getattr(self, flag) for flag in flags})
         if self.kind == "mtp":
-            return mtp_config(policy, eagle3.draft_vocab_size)
+            size = eagle3.draft_vocab_size
+            return attached_config(policy, self.layout, size, self.experts, self.experts_per_token)
         mask = self.mask_token_id
         if mask is None:
             mask = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else end_ids(tokenizer)[0]
@@ -275,6 +294,9 @@ def main(config: Config) -> None:
     rollouts = Rollouts(partial(stage.corpus, model.params, work.train))
     draft, _ = stage.train(model.params, rollouts, key, out / "checkpoints" / "draft", start)
     save_drafter(out / "drafter", drafter, draft)
+    beside = beside_its_policy(config.model.policy, drafter, draft)
+    if beside is not None:
+        save_policy(out / "policy", model.params, model.policy, model.tokenizer, head=beside)
     table += measure(config, model, drafter, draft, work, "after")
     source = provenance(config.run.seed)
     write_results(out, table, "Acceptance of a draft head", source)

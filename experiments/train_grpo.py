@@ -41,6 +41,7 @@ from specrl_jax.drafters.heads import (
     DraftModelParams,
     HeadDrafter,
     as_head,
+    beside_its_policy,
     for_policy,
     load_drafter,
     save_drafter,
@@ -301,9 +302,10 @@ def run_arm(session: Session, label: str, folder: Path, draft_length: int, start
         )
         report = run.run(state)
     models = ("policy",) if config.eval_every else ("policy", "policy_best")
-    for name in models:
-        save_policy(folder / name, report.state.params, session.policy, session.workload.tokenizer)
     head = head_of(report.state.draft)
+    beside = beside_its_policy(session.config.policy, session.drafter, head)
+    for name in models:
+        save_policy(folder / name, report.state.params, session.policy, session.workload.tokenizer, head=beside)
     if head is not None and isinstance(session.drafter, HeadDrafter):
         save_drafter(folder / "drafter", session.drafter, head)
     return Arm(label, folder, draft_length, report, program)

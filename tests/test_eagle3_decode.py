@@ -9,7 +9,7 @@ import pytest
 from numpy_eagle3 import Head
 from tiny import no_texts
 
-from specrl_jax.drafters import eagle3
+from specrl_jax.drafters import eagle3, eagle3_layer
 from specrl_jax.drafters.eagle3 import Eagle3Drafter
 from specrl_jax.drafters.eagle3_folder import drafter_tensors
 from specrl_jax.drafters.eagle3_params import Eagle3Config, default_boundaries, init_eagle3, select_draft_vocab
@@ -118,8 +118,8 @@ def test_a_wrong_layout_is_seen(head, monkeypatch, planted):
         def wrong(config, weights, hidden, attended):
             norm = weights.hidden_norm if planted == "residual" else weights.final_norm
             if planted == "residual":
-                return layer(config, weights, eagle3.rms_norm(hidden, norm, config.rms_norm_eps), attended)
-            return eagle3.rms_norm(layer(config, weights, hidden, attended), norm, config.rms_norm_eps)
+                return layer(config, weights, eagle3_layer.rms_norm(hidden, norm, config.rms_norm_eps), attended)
+            return eagle3_layer.rms_norm(layer(config, weights, hidden, attended), norm, config.rms_norm_eps)
 
         monkeypatch.setattr(eagle3, "mix_and_mlp", wrong)
     tokens, logits = proposed(head, committed(head, [6] * ROWS))

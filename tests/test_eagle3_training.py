@@ -13,12 +13,13 @@ from safetensors.numpy import load_file
 from test_eagle3_decode import hidden_first
 from tiny import no_texts
 
-from specrl_jax.drafters import eagle3, eagle3_training
+from specrl_jax.drafters import eagle3, eagle3_layer, eagle3_training
 from specrl_jax.drafters.draft_losses import DraftBatch, DraftCounts, DraftLossConfig
 from specrl_jax.drafters.eagle3 import Eagle3Drafter
 from specrl_jax.drafters.eagle3_folder import drafter_tensors, load_eagle3
 from specrl_jax.drafters.eagle3_params import Eagle3Config, Eagle3Params, init_eagle3
 from specrl_jax.drafters.eagle3_training import draft_counts, draft_loss, ttt_logits
+from specrl_jax.drafters.heads import drafter_for_head
 from specrl_jax.drafters.protocol import Choice
 from specrl_jax.errors import InputError
 from specrl_jax.models.tree import Tree
@@ -59,7 +60,7 @@ def unroll(case):
 def served_logits(config, params, embed, tokens, features, steps):
     """Logits `[i, slots, dv]` of chains drafted with the cache from every slot of one sequence, tokens forced."""
     slots = tokens.shape[0]
-    drafter = Eagle3Drafter(config)
+    drafter = drafter_for_head(config)
     following = jnp.pad(tokens, (0, steps + 1))
     pairs = jnp.tile(following[None, 1 : slots + 1], (slots, 1)), jnp.tile(features[None], (slots, 1, 1))
     counts = jnp.arange(1, slots + 1, dtype=jnp.int32)
@@ -107,7 +108,9 @@ def test_a_wrong_layout_is_seen(specforge, monkeypatch, planted):
         layer = eagle3.mix_and_mlp
 
         def normalised(config, weights, hidden, attended):
-            return eagle3.rms_norm(layer(config, weights, hidden, attended), weights.final_norm, config.rms_norm_eps)
+            return eagle3_layer.rms_norm(
+                layer(config, weights, hidden, attended), weights.final_norm, config.rms_norm_eps
+            )
 
         monkeypatch.setattr(eagle3_training, "mix_and_mlp", normalised)
     else:

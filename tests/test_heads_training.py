@@ -9,7 +9,7 @@ from test_grpo import POLICY, VOCAB, autoregressive, initial, make_program, sha
 
 from specrl_jax.drafters.block_params import BlockConfig
 from specrl_jax.drafters.heads import drafter_for_head, init_head
-from specrl_jax.drafters.mtp import mtp_config
+from specrl_jax.drafters.mtp_dialects import mtp_config
 from specrl_jax.models.policy import head_weights
 
 pytestmark = pytest.mark.ci

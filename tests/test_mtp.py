@@ -18,10 +18,10 @@ from tiny import INVARIANT, PLAIN, POLICY, no_texts, random_eagle3, tiny_params
 
 from specrl_jax.drafters import eagle3_training
 from specrl_jax.drafters.draft_losses import DraftBatch, DraftLossConfig
-from specrl_jax.drafters.eagle3 import Eagle3Drafter
-from specrl_jax.drafters.eagle3_params import init_eagle3, weight_shapes
 from specrl_jax.drafters.eagle3_training import ttt_logits
+from specrl_jax.drafters.head_files import by_name
 from specrl_jax.drafters.heads import (
+    beside_its_policy,
     for_policy,
     head_counts,
     head_loss,
@@ -29,9 +29,11 @@ from specrl_jax.drafters.heads import (
     save_drafter,
     with_policy_head,
 )
-from specrl_jax.drafters.mtp import mtp_config
+from specrl_jax.drafters.mtp import MtpDrafter
+from specrl_jax.drafters.mtp_dialects import mtp_config
+from specrl_jax.drafters.mtp_params import init_mtp, weight_shapes
 from specrl_jax.errors import InputError
-from specrl_jax.models.huggingface import load_config, load_policy
+from specrl_jax.models.huggingface import load_config, load_policy, save_policy
 from specrl_jax.models.policy import forward, grid_batch, logits, sequence_positions
 from specrl_jax.models.presets import PRESETS
 from specrl_jax.models.weights import tensor_shapes
@@ -104,7 +106,8 @@ def test_a_wrong_layout_is_seen(mimo, expected, monkeypatch, planted):
     if planted == "order":
         weights = replace(weights, input_proj=jnp.roll(weights.input_proj, policy.hidden_size, axis=1))
     if planted == "bias":
-        weights = replace(weights, v_bias=jnp.zeros_like(weights.v_bias))
+        attention = replace(weights.attention, v_bias=jnp.zeros_like(weights.attention.v_bias))
+        weights = replace(weights, attention=attention)
     if planted == "first embedding":
         right = eagle3_training.attention_input
         monkeypatch.setattr(eagle3_training, "attention_input", lambda *args: right(*args[:-1], args[-1] + 1))
@@ -125,6 +128,51 @@ def test_a_head_comes_back_from_a_folder_of_its_own(mimo, tmp_path):
     again, loaded = for_policy(*load_drafter(tmp_path / "head", policy), params)
     assert again == drafter
     jax.tree.map(np.testing.assert_array_equal, loaded, draft)
+
+
+class Qwen2TokenizerOfTest:
+    """What saving a policy asks of a tokenizer."""
+
+    bos_token_id, eos_token_id, pad_token_id = None, 1, 0
+
+    def get_vocab(self):
+        return {str(i): i for i in range(29)}
+
+    def save_pretrained(self, folder):
+        (Path(folder) / "tokenizer_config.json").write_text("{}")
+
+
+def test_policy_and_head_come_back_from_one_folder(mimo, tmp_path):
+    """As published: every tensor under its name with its bytes, in two files with an index."""
+    params, policy, drafter, draft = mimo
+    beside = beside_its_policy(MIMO, drafter, draft)
+    save_policy(tmp_path / "both", params, policy, Qwen2TokenizerOfTest(), shard_bytes=20_000, head=beside)
+    published, ours = (
+        {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
+        for folder in (MIMO, tmp_path / "both")
+    )
+    assert ours.keys() == published.keys()
+    for name, tensor in ours.items():
+        assert (tensor.dtype, tensor.tobytes()) == (published[name].dtype, published[name].tobytes())
+    index = json.loads((tmp_path / "both" / "model.safetensors.index.json").read_text())
+    assert index["weight_map"].keys() == published.keys()
+    config, theirs = (json.loads((folder / "config.json").read_text()) for folder in (tmp_path / "both", MIMO))
+    for name in ("architectures", "model_type", "attention_bias", "num_nextn_predict_layers"):
+        assert config[name] == theirs[name]
+    again, same = load_policy(tmp_path / "both")
+    loaded = for_policy(*load_drafter(tmp_path / "both", same), again)
+    assert (same, loaded[0]) == (policy, drafter)
+    jax.tree.map(np.testing.assert_array_equal, (again, loaded[1]), (params, draft))
+
+
+def test_a_head_stays_apart_from_a_policy_that_came_without(mimo, tmp_path):
+    drafter, draft = mimo[2:]
+    save_drafter(tmp_path / "head", drafter, draft)
+    assert beside_its_policy(None, drafter, draft) is None
+    assert beside_its_policy(tmp_path / "head", drafter, draft) is None
+    fewer, eight, _ = any_head(8)
+    assert beside_its_policy(MIMO, fewer, eight) is None
+    assert beside_its_policy(MIMO, *random_eagle3()) is None
 
 
 def rolled_out(mimo, k, drafter=None, draft=None, **settings):
@@ -152,17 +200,18 @@ def any_head(draft_vocab_size=None):
     """A head made for a policy of another family, which has none, and the policy."""
     config = mtp_config(POLICY, draft_vocab_size)
     ids = None if draft_vocab_size is None else np.arange(draft_vocab_size) + 2
-    return Eagle3Drafter(config), init_eagle3(jax.random.key(0), config, ids, tiny_params()), tiny_params()
+    return MtpDrafter(config), init_mtp(jax.random.key(0), config, ids, tiny_params()), tiny_params()
 
 
 def test_a_new_head_starts_as_the_policy_s_last_layer():
     _, draft, policy = any_head(8)
-    for name in ("attn_norm", "q_proj", "k_norm", "o_proj", "down_proj"):
-        np.testing.assert_array_equal(getattr(draft.weights, name), getattr(policy.layers[-1], name))
+    arrays = by_name(draft.weights)
+    for name in ("attn_norm", "attention.q_proj", "attention.k_norm", "attention.o_proj", "feed_forward.down_proj"):
+        np.testing.assert_array_equal(arrays[name], getattr(policy.layers[-1], name.rpartition(".")[2]))
     np.testing.assert_array_equal(draft.weights.final_norm, policy.final_norm)
     np.testing.assert_array_equal(draft.lm_head, policy.head[2:10])
-    assert draft.weights.q_bias is None
-    biased = init_eagle3(jax.random.key(0), mtp_config(load_config(MIMO))).weights
+    assert draft.weights.attention.q_bias is None
+    biased = init_mtp(jax.random.key(0), mtp_config(load_config(MIMO))).weights.attention
     assert not biased.q_bias.any()
 
 
@@ -184,12 +233,16 @@ def test_training_moves_the_head_and_not_what_it_shares():
     batch = DraftBatch(tokens, features, teacher, jnp.ones((2, 9), bool))
     counts = head_counts(config, draft, batch, loss)
 
-    def run(weights, rows, embed):
-        return head_loss(weights, replace(draft, lm_head=rows), embed, batch, config, loss, counts)[0]
+    def run(weights, shared, embed):
+        return head_loss(
+            weights, replace(draft, lm_head=shared[0], policy_norm=shared[1]), embed, batch, config, loss, counts
+        )[0]
 
-    weights, *shared = jax.jit(jax.grad(run, argnums=(0, 1, 2)))(draft.weights, draft.lm_head, policy.embed)
+    weights, *shared = jax.jit(jax.grad(run, argnums=(0, 1, 2)))(
+        draft.weights, (draft.lm_head, draft.policy_norm), policy.embed
+    )
     assert all(np.abs(leaf).max() > 0 for leaf in jax.tree.leaves(weights))
-    assert not any(leaf.any() for leaf in shared)
+    assert not any(leaf.any() for leaf in jax.tree.leaves(shared))
 
 
 def test_mimo_7b_has_its_published_size():
@@ -238,11 +291,8 @@ def test_a_head_of_another_policy_or_with_other_flags_is_refused(mimo):
         load_drafter(MIMO, replace(policy, vocab_size=30))
     with pytest.raises(InputError, match=r"reads an embedding of 29 tokens of width 16, not \(20, 32\)"):
         for_policy(*load_drafter(MIMO), tiny_params())
-    for change in ({"fc_norm": True}, {"boundaries": (1, 2)}, {"own_embed": True}):
-        with pytest.raises(InputError, match="give it the policy's last boundary and no flags"):
-            replace(drafter.config, **change)
-    with pytest.raises(InputError, match="sets qkv_bias, which only mtp heads have; leave it out"):
-        replace(drafter.config, mtp=False)
+    with pytest.raises(InputError, match="mtp head boundary is 0; it must be at least 1"):
+        replace(drafter.config, boundary=0)
     eagle3 = random_eagle3()[1]
     assert with_policy_head(eagle3, tiny_params()) is eagle3  # it has rows of its own
     with pytest.raises(ValueError, match="no output rows"):

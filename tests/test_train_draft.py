@@ -61,8 +61,9 @@ def test_a_head_is_trained_measured_and_resumed(monkeypatch, tmp_path, models, d
             "markov_head.markov_w2.weight",
         ),
         (("mtp",), "model.mtp_layers.0.input_proj.weight"),
+        (("mtp", "--head.layout", "nemotron_h", "--head.experts", 4), "mtp.layers.1.mixer.experts.3.up_proj.weight"),
     ],
-    ids=["block", "mtp"],
+    ids=["block", "mtp", "nemotron_h"],
 )
 def test_a_head_of_another_kind_is_trained_and_drafts(monkeypatch, tmp_path, models, data, head, tensor):
     given = ("--policy", models / "policy", "--task", "jsonl", "--data", data / "train.jsonl", *SMALL)
@@ -95,6 +96,24 @@ def test_a_head_of_another_kind_is_trained_and_drafts(monkeypatch, tmp_path, mod
         (("--task", "arithmetic", "--head.kind", "block", "--head.block-size", 1), "--head.block-size is 1"),
         (("--task", "arithmetic", "--head.kind", "block", "--head.fc-norm"), "--head.fc-norm does not belong to"),
         (("--task", "arithmetic", "--head.kind", "mtp", "--head.qk-norm"), "--head.qk-norm does not belong to"),
+        (("--task", "arithmetic", "--head.layout", "qwen3_5"), "--head.layout does not belong to --head.kind eagle3"),
+        (
+            ("--task", "arithmetic", "--head.kind", "mtp", "--head.experts", 4),
+            "--head.experts does not belong to --head.kind mtp --head.layout mimo",
+        ),
+        (
+            (
+                "--task",
+                "arithmetic",
+                "--head.kind",
+                "mtp",
+                "--head.layout",
+                "qwen3_next",
+                "--head.experts-per-token",
+                9,
+            ),
+            "reads 9 of 8 experts",
+        ),
         (("--task", "arithmetic", "--head.layers", 3), "--head.layers does not belong to --head.kind eagle3"),
         (
             ("--task", "arithmetic", "--head.kind", "block", "--head.block-size", 2, "--head.no-sample-from-anchor"),

@@ -1,24 +1,9 @@
-"""EAGLE-3 draft head (Li et al., arXiv 2503.01840): forward, cache, commit and propose.
+"""Heads of one layer that draft one token after the other: cache, commit and propose.
 
-Slot `p` holds the token `x_{p+1}` and a hidden state `h`; its logits predict
-`x_{p+2}`. The hidden state of a committed pair is `fc(g_p)`, of a drafted token
-the head's own output one step earlier. One layer, with rotary position `p`:
-
-    x  = concat(norm(embed[token]), norm(h))      embedding first
-    h1 = h + attention(x) o_proj                  residual: h itself, not its norm
-    h2 = h1 + mlp(norm(h1))                       fed back as it is, not normalised
-    logits = norm(h2) lm_head
-
-The flags of `Eagle3Config` are the variants in use, those of EAGLE-3.1 among them. One is another head: with `mtp` it
-is that of policies trained for multi-token prediction (DeepSeek-V3, arXiv 2412.19437; MiMo, arXiv 2505.07608), whose
-layer is one of the policy's, behind a projection, `h` being the policy's last residual stream:
-
-    h0 = input_proj concat(norm(h), norm(embed[token]))    hidden state first
-    h1 = h0 + attention(norm(h0)) o_proj
-    h2 = h1 + mlp(norm(h1))                                fed back after the final norm
-
-with zeros for the embedding in slot 0, as in vLLM. A policy has one such layer; for more than one draft it reads its
-own output, as in vLLM and as FastMTP (arXiv 2509.18362) trains it.
+Slot `p` holds the token `x_{p+1}` and a hidden state: of a committed pair it comes from the policy's features, of a
+drafted token from the head's own output `h2` one step earlier. The layer stands at rotary position `p`; its logits
+predict `x_{p+2}`. What it computes is in `draft_layer`: EAGLE-3 (Li et al., arXiv 2503.01840) or the layer of a policy
+trained for multi-token prediction.
 
 Keys and values of a slot depend on its pair only, so `commit` projects all new
 pairs but attends for the last one alone. Its numerics are always plain: a draft
@@ -26,6 +11,7 @@ decides how many tokens a round emits, never which.
 """
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -34,12 +20,21 @@ from flax import struct
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from specrl_jax.drafters.eagle3_params import Eagle3Config, Eagle3Params, Eagle3Weights
+from specrl_jax.drafters.draft_layer import (
+    LayerConfig,
+    LayerParams,
+    LayerWeights,
+    attention_input,
+    draft_logits,
+    fed_back,
+    fuse,
+    mix_and_mlp,
+    project_keys,
+    project_queries,
+)
+from specrl_jax.drafters.eagle3_params import Eagle3Config
 from specrl_jax.drafters.protocol import Choice, Choose, Texts, choose_next, propose_tree
 from specrl_jax.drafters.row_cache import attend, write
-from specrl_jax.models.linear import linear
-from specrl_jax.models.policy import rms_norm, swiglu
-from specrl_jax.models.rope import apply_rope, rope_angles
 from specrl_jax.models.tree import Tree
 
 
@@ -57,90 +52,7 @@ class Eagle3State:
     hidden: Float[Array, "r d"]
 
 
-def fuse(config: Eagle3Config, weights: Eagle3Weights, features: Float[Array, "n fd"]) -> Float[Array, "n d"]:
-    """The policy's features in the head's width."""
-    features = features.astype(weights.hidden_norm.dtype)
-    if weights.fc is None:
-        return features
-    if weights.input_norm is not None:
-        features = rms_norm(features, weights.input_norm, config.rms_norm_eps)
-    if weights.fc_norms is not None:
-        chunks = jnp.split(features, len(weights.fc_norms), axis=-1)
-        normed = [rms_norm(x, norm, config.rms_norm_eps) for x, norm in zip(chunks, weights.fc_norms, strict=True)]
-        features = jnp.concatenate(normed, axis=-1)
-    return linear(features, weights.fc)
-
-
-def fed_back(config: Eagle3Config, weights: Eagle3Weights, hidden: Float[Array, "n d"]) -> Float[Array, "n d"]:
-    """What the head reads of its own output, `h2`, one step later."""
-    normed = config.norm_output or config.mtp
-    return rms_norm(hidden, weights.final_norm, config.rms_norm_eps) if normed else hidden
-
-
-def attention_input(
-    config: Eagle3Config,
-    weights: Eagle3Weights,
-    embed: Float[Array, "v d"],
-    tokens: Int[Array, "n"],
-    hidden: Float[Array, "n d"],
-    positions: Int[Array, "n"],
-) -> tuple[Float[Array, "n d"], Float[Array, "n ed"]]:
-    """The layer's residual, and what its attention reads, of tokens and hidden states in their slots."""
-    embedded = embed[tokens].astype(hidden.dtype)
-    if config.mtp:
-        embedded = jnp.where(positions[:, None] == 0, jnp.zeros((), hidden.dtype), embedded)
-    embedded = rms_norm(embedded, weights.embed_norm, config.rms_norm_eps)
-    normed = rms_norm(hidden, weights.hidden_norm, config.rms_norm_eps)
-    if weights.input_proj is None or weights.attn_norm is None:
-        return normed if config.norm_before_residual else hidden, jnp.concatenate([embedded, normed], axis=-1)
-    residual = linear(jnp.concatenate([normed, embedded], axis=-1), weights.input_proj)
-    return residual, rms_norm(residual, weights.attn_norm, config.rms_norm_eps)
-
-
-def _biased(x: Float[Array, "n i"], kernel: Float[Array, "o i"], bias: Float[Array, "o"] | None) -> Float[Array, "n o"]:
-    return linear(x, kernel) if bias is None else linear(x, kernel) + bias[None]
-
-
-def project_queries(
-    config: Eagle3Config, weights: Eagle3Weights, x: Float[Array, "n ed"], positions: Int[Array, "n"]
-) -> Float[Array, "n h c"]:
-    """Rotated queries."""
-    cos, sin = rope_angles(positions, config.rope, config.head_dim)
-    queries = _biased(x, weights.q_proj, weights.q_bias).reshape(x.shape[0], -1, config.head_dim)
-    if weights.q_norm is not None:
-        queries = rms_norm(queries, weights.q_norm, config.rms_norm_eps)
-    return apply_rope(queries, cos, sin)
-
-
-def project_keys(
-    config: Eagle3Config, weights: Eagle3Weights, x: Float[Array, "n ed"], positions: Int[Array, "n"]
-) -> tuple[Float[Array, "n g c"], Float[Array, "n g c"]]:
-    """Rotated keys, and values."""
-    cos, sin = rope_angles(positions, config.rope, config.head_dim)
-    keys = _biased(x, weights.k_proj, weights.k_bias).reshape(x.shape[0], -1, config.head_dim)
-    values = _biased(x, weights.v_proj, weights.v_bias).reshape(keys.shape)
-    if weights.k_norm is not None:
-        keys = rms_norm(keys, weights.k_norm, config.rms_norm_eps)
-    return apply_rope(keys, cos, sin), values
-
-
-def mix_and_mlp(
-    config: Eagle3Config, weights: Eagle3Weights, residual: Float[Array, "n d"], attended: Float[Array, "n h c"]
-) -> Float[Array, "n d"]:
-    """The layer after attention: `h2` from the slot's residual and what it attended to."""
-    mixed = residual + linear(attended.reshape(residual.shape[0], -1), weights.o_proj)
-    normed = rms_norm(mixed, weights.mlp_norm, config.rms_norm_eps)
-    return mixed + swiglu(normed, weights.gate_proj, weights.up_proj, weights.down_proj)
-
-
-def draft_logits(config: Eagle3Config, weights: Eagle3Weights, hidden: Float[Array, "n d"]) -> Float[Array, "n dv"]:
-    """Float32 logits over the draft vocabulary, from `h2`."""
-    assert weights.lm_head is not None
-    normed = rms_norm(hidden, weights.final_norm, config.rms_norm_eps)
-    return linear(normed, weights.lm_head, jnp.float32)
-
-
-def init_state(config: Eagle3Config, rows: int, capacity: int) -> Eagle3State:
+def init_state(config: LayerConfig, rows: int, capacity: int) -> Eagle3State:
     """An empty state; `capacity` counts pairs and is rounded up to a multiple of 8."""
     dtype = jnp.dtype(config.dtype)
     shape = (rows, config.num_kv_heads, -(-capacity // 8) * 8, config.head_dim)
@@ -150,8 +62,8 @@ def init_state(config: Eagle3Config, rows: int, capacity: int) -> Eagle3State:
 
 
 def commit(
-    config: Eagle3Config,
-    params: Eagle3Params,
+    config: LayerConfig,
+    params: LayerParams,
     embed: Float[Array, "v d"],
     state: Eagle3State,
     tokens: Int[Array, "r q"],
@@ -162,7 +74,7 @@ def commit(
 
     Pairs that do not fit the cache are dropped: the caller provides the capacity.
     """
-    weights = params.weights
+    weights = params.with_rows(params.weights)
     rows, width = tokens.shape
     steps = jnp.arange(width, dtype=jnp.int32)[None]
     slots = jnp.where(steps < counts[:, None], state.length[:, None] + steps, -1)
@@ -186,8 +98,8 @@ def commit(
 
 
 def propose(
-    config: Eagle3Config,
-    params: Eagle3Params,
+    config: LayerConfig,
+    params: LayerParams,
     embed: Float[Array, "v d"],
     state: Eagle3State,
     tree: Tree,
@@ -239,8 +151,8 @@ class Drafted:
 
 
 def advance(
-    config: Eagle3Config,
-    weights: Eagle3Weights,
+    config: LayerConfig,
+    weights: LayerWeights,
     embed: Float[Array, "v d"],
     state: Eagle3State,
     carry: Drafted,
@@ -262,10 +174,10 @@ def advance(
 
 
 @dataclass(frozen=True)
-class Eagle3Drafter:
-    """An EAGLE-3 or MTP head as the rollout uses it (`protocol.Drafter`)."""
+class LayerDrafter:
+    """A head of one layer as the rollout uses it (`protocol.Drafter`)."""
 
-    config: Eagle3Config
+    config: Any
 
     @property
     def boundaries(self) -> tuple[int, ...]:
@@ -278,7 +190,7 @@ class Eagle3Drafter:
 
     def commit(
         self,
-        params: Eagle3Params,
+        params: LayerParams,
         embed: Float[Array, "v d"],
         state: Eagle3State,
         tokens: Int[Array, "r q"],
@@ -290,7 +202,7 @@ class Eagle3Drafter:
 
     def propose(
         self,
-        params: Eagle3Params,
+        params: LayerParams,
         embed: Float[Array, "v d"],
         state: Eagle3State,
         texts: Texts,
@@ -302,7 +214,7 @@ class Eagle3Drafter:
 
     def begin(
         self,
-        params: Eagle3Params,
+        params: LayerParams,
         embed: Float[Array, "v d"],
         state: Eagle3State,
         texts: Texts,
@@ -317,7 +229,7 @@ class Eagle3Drafter:
 
     def advance(
         self,
-        params: Eagle3Params,
+        params: LayerParams,
         embed: Float[Array, "v d"],
         state: Eagle3State,
         carry: Drafted,
@@ -330,11 +242,18 @@ class Eagle3Drafter:
         carry, logits = advance(self.config, weights, params.embedding(embed), state, carry, tokens, step)
         return carry, choose_next(choose, logits, params.target_ids, step + 1)
 
-    def step_bytes(self, params: Eagle3Params) -> int:
-        """Those of the weights, and of output rows that are the policy's."""
-        return sum(leaf.nbytes for leaf in jax.tree.leaves((params.weights, params.lm_head)))
+    def step_bytes(self, params: LayerParams) -> int:
+        """Those of the weights, and of what is the policy's: output rows, a norm."""
+        return sum(leaf.nbytes for leaf in jax.tree.leaves(params.with_rows(params.weights)))
 
     def skip(self, state: Eagle3State, counts: Int[Array, "r"]) -> Eagle3State:
         """Go on after a gap, whose slots are not read."""
         length = state.length + counts
         return replace(state, length=length, start=jnp.where(counts > 0, length, state.start))
+
+
+@dataclass(frozen=True)
+class Eagle3Drafter(LayerDrafter):
+    """An EAGLE-3 head."""
+
+    config: Eagle3Config

@@ -31,7 +31,7 @@ _ASSUMED = {
 def as_policy(config: Eagle3Config) -> PolicyConfig:
     """The head's layer as the policy that its config.json describes."""
     return PolicyConfig(
-        family="qwen3" if config.qk_norm else "qwen2" if config.qkv_bias else "llama",
+        family="qwen3" if config.qk_norm else "llama",
         vocab_size=config.vocab_size,
         hidden_size=config.hidden_size,
         intermediate_size=config.intermediate_size,

@@ -1,7 +1,7 @@
-"""Shapes, parameters and draft vocabulary of EAGLE-3 heads (Li et al., arXiv 2503.01840) and of native MTP heads."""
+"""Shapes, parameters and draft vocabulary of EAGLE-3 heads (Li et al., arXiv 2503.01840)."""
 
 import itertools
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -46,7 +46,7 @@ def default_boundaries(num_layers: int) -> tuple[int, int, int]:
 
 @dataclass(frozen=True)
 class Eagle3Config:
-    """Architecture of a one-layer EAGLE-3 or MTP head.
+    """Architecture of a one-layer EAGLE-3 head.
 
     vocab_size: the policy's vocabulary. draft_vocab_size: the tokens that the head can propose.
     boundaries: ascending residual-stream boundaries of the policy (0 is the embedding), three by custom.
@@ -55,10 +55,8 @@ class Eagle3Config:
     norm_before_fc: normalise the concatenated features; fc_norm: each of them by itself (EAGLE-3.1).
     norm_before_residual: the layer's residual is the normalised hidden state.
     norm_output: feed back the output after the final norm (EAGLE-3.1).
-    qk_norm: normalise queries and keys, as Qwen3 does. qkv_bias: add a bias to queries, keys and values, as Qwen2 does.
+    qk_norm: normalise queries and keys, as Qwen3 does.
     own_embed: the head has an embedding of its own, which training leaves alone.
-    mtp: a native multi-token-prediction head: a layer of the policy's kind, whose residual is a projection of its one
-        feature beside the embedding, fed back after the final norm; output rows are the policy's.
     """
 
     hidden_size: int
@@ -79,9 +77,7 @@ class Eagle3Config:
     norm_before_residual: bool = False
     norm_output: bool = False
     qk_norm: bool = False
-    qkv_bias: bool = False
     own_embed: bool = False
-    mtp: bool = False
 
     def __post_init__(self) -> None:
         for name in _SIZES:
@@ -95,13 +91,6 @@ class Eagle3Config:
         ascending = all(low < high for low, high in itertools.pairwise(self.boundaries))
         if not self.boundaries or self.boundaries[0] < 0 or not ascending:
             raise InputError(f"draft head boundaries are {self.boundaries}; give ascending layer boundaries")
-        if self.mtp and (len(self.boundaries) != 1 or self._variants or self.own_embed):
-            raise InputError(
-                f"mtp head reads boundaries {self.boundaries} or sets a flag of EAGLE-3; "
-                "give it the policy's last boundary and no flags"
-            )
-        if self.qkv_bias and not self.mtp:
-            raise InputError("draft head sets qkv_bias, which only mtp heads have; leave it out")
         if self.norm_before_fc and self.fc_norm:
             raise InputError("draft head sets norm_before_fc and fc_norm; its features are normalised once, choose one")
         if self.draft_vocab_size > self.vocab_size:
@@ -121,7 +110,7 @@ class Eagle3Config:
     @property
     def plain(self) -> bool:
         """Whether this is the head of the paper: three features, its norms, the policy's embedding."""
-        other = (self._variants, self.qk_norm, self.own_embed, self.mtp)
+        other = (self._variants, self.qk_norm, self.own_embed)
         return not any(other) and len(self.boundaries) == 3
 
 
@@ -149,15 +138,13 @@ def head_config(
 
 @struct.dataclass
 class Eagle3Weights:
-    """What training changes. Kernels are stored `[out, in]`; `ed` is embedding beside hidden, `2 * d`, with mtp `d`.
+    """What training changes. Kernels are stored `[out, in]`; `ed` is embedding beside hidden, `2 * d`.
 
-    fc: maps the concatenated features (`fd` is their number times the policy's width) to the head's width; None: mtp.
+    fc: maps the concatenated features (`fd` is their number times the policy's width) to the head's width.
     embed_norm, hidden_norm: norms of the two halves of the attention input (`input_layernorm`, `hidden_norm`).
-    lm_head: None where the rows are the policy's.
-    Of the others that may be None, input_proj (hidden state first, embedding second) and attn_norm belong to mtp.
     """
 
-    fc: Float[Array, "d fd"] | None
+    fc: Float[Array, "d fd"]
     embed_norm: Float[Array, "d"]
     hidden_norm: Float[Array, "d"]
     q_proj: Float[Array, "hc ed"]
@@ -169,16 +156,11 @@ class Eagle3Weights:
     up_proj: Float[Array, "f d"]
     down_proj: Float[Array, "d f"]
     final_norm: Float[Array, "d"]
-    lm_head: Float[Array, "dv d"] | None
+    lm_head: Float[Array, "dv d"]
     input_norm: Float[Array, "fd"] | None = None
     fc_norms: tuple[Float[Array, "td"], ...] | None = None
     q_norm: Float[Array, "c"] | None = None
     k_norm: Float[Array, "c"] | None = None
-    q_bias: Float[Array, "hc"] | None = None
-    k_bias: Float[Array, "gc"] | None = None
-    v_bias: Float[Array, "gc"] | None = None
-    input_proj: Float[Array, "d 2*d"] | None = None
-    attn_norm: Float[Array, "d"] | None = None
 
 
 @struct.dataclass
@@ -186,26 +168,19 @@ class Eagle3Params:
     """`target_ids[i]` is the policy's token that entry `i` of the draft logits stands for, int32.
 
     embed: the head's own embedding, or None.
-    lm_head: with mtp the policy's output rows of these tokens, which training leaves alone; None until the policy is
-        known.
     """
 
     weights: Eagle3Weights
     target_ids: Int[Array, "dv"]
     embed: Float[Array, "v d"] | None = None
-    lm_head: Float[Array, "dv d"] | None = None
 
     def embedding(self, policy: Float[Array, "v d2"]) -> Float[Array, "v d"]:
         """The embedding that the head reads: its own, or the policy's."""
         return policy if self.embed is None else self.embed
 
-    def with_rows(self, weights: Eagle3Weights) -> Eagle3Weights:
-        """Weights of this head with the output rows that it shares."""
-        if weights.lm_head is not None:
-            return weights
-        if self.lm_head is None:
-            raise ValueError("the draft head has no output rows; give it the policy's (`heads.for_policy`)")
-        return replace(weights, lm_head=jax.lax.stop_gradient(self.lm_head))
+    def with_rows(self, weights: Any) -> Any:
+        """Weights of this head as its layer reads them: as they are, since nothing in them is the policy's."""
+        return weights
 
 
 def weight_shapes(config: Eagle3Config) -> dict[str, tuple[int, ...]]:
@@ -218,32 +193,28 @@ def weight_shapes(config: Eagle3Config) -> dict[str, tuple[int, ...]]:
         norms |= {f"fc_norms.{i}": (config.target_hidden_size,) for i in range(len(config.boundaries))}
     if config.qk_norm:
         norms |= {"q_norm": (config.head_dim,), "k_norm": (config.head_dim,)}
-    if config.qkv_bias:
-        norms |= {"q_bias": (heads,), "k_bias": (kv_heads,), "v_bias": (kv_heads,)}
-    entrance = {"input_proj": (d, 2 * d), "attn_norm": (d,)} if config.mtp else {"fc": (d, features)}
-    width = d if config.mtp else 2 * d
-    shapes = entrance | {
+    return norms | {
+        "fc": (d, features),
         "embed_norm": (d,),
         "hidden_norm": (d,),
-        "q_proj": (heads, width),
-        "k_proj": (kv_heads, width),
-        "v_proj": (kv_heads, width),
+        "q_proj": (heads, 2 * d),
+        "k_proj": (kv_heads, 2 * d),
+        "v_proj": (kv_heads, 2 * d),
         "o_proj": (d, heads),
         "mlp_norm": (d,),
         "gate_proj": (f, d),
         "up_proj": (f, d),
         "down_proj": (d, f),
         "final_norm": (d,),
+        "lm_head": (config.draft_vocab_size, d),
     }
-    return norms | shapes | ({} if config.mtp else {"lm_head": (config.draft_vocab_size, d)})
 
 
 def as_weights(arrays: dict[str, Array]) -> Eagle3Weights:
     """Weights from arrays by the names of `weight_shapes`."""
     single = {name: array for name, array in arrays.items() if not name.startswith("fc_norms.")}
     norms = tuple(arrays[f"fc_norms.{i}"] for i in range(len(arrays) - len(single)))
-    optional: dict[str, Any] = {"fc": None, "lm_head": None}
-    return Eagle3Weights(**optional | single, fc_norms=norms or None)
+    return Eagle3Weights(**single, fc_norms=norms or None)
 
 
 def select_draft_vocab(token_counts: np.ndarray, draft_vocab_size: int) -> np.ndarray:
@@ -277,36 +248,30 @@ def init_eagle3(
     policy: PolicyParams | None = None,
     feature_rms: float = 1.0,
 ) -> Eagle3Params:
-    """Random head: kernels by `init_kernel`, norms one, biases zero.
+    """Random head: kernels by `init_kernel`, norms one.
 
     Args:
         key: random key.
         config: the head.
         target_ids: from `select_draft_vocab`; None where the head proposes the whole vocabulary.
-        policy: where given, the final norm and the output projection start as the policy's; with mtp, so do all arrays
-            of the layer that its last layer has in this shape.
+        policy: where given, the final norm and the output projection start as the policy's.
         feature_rms: root mean square of the policy's features, which grows with depth and training; `fc` starts
-            with outputs of unit size, since beside a large residual the layer itself would learn slowly. An mtp
-            head normalises what it reads.
+            with outputs of unit size, since beside a large residual the layer itself would learn slowly.
     """
     ids = chosen_ids(target_ids, config.draft_vocab_size, config.vocab_size)
     dtype = jnp.dtype(config.dtype)
     shapes = weight_shapes(config)
     arrays: dict[str, Array] = {}
     for (name, shape), array_key in zip(shapes.items(), jax.random.split(key, len(shapes)), strict=True):
-        constant = 0 if name.endswith("bias") else 1
-        arrays[name] = jnp.full(shape, constant, dtype) if len(shape) == 1 else init_kernel(array_key, shape, dtype)
-    if not (config.norm_before_fc or config.fc_norm or config.mtp):
+        arrays[name] = jnp.ones(shape, dtype) if len(shape) == 1 else init_kernel(array_key, shape, dtype)
+    if not (config.norm_before_fc or config.fc_norm):
         arrays["fc"] = arrays["fc"] / feature_rms
-    rows = None
     if policy is not None:
         final_norm, head = head_weights(policy)
-        rows = head[ids].astype(dtype)
-        start = vars(policy.layers[-1]) if config.mtp else {"lm_head": rows}
-        start = {name: x for name, x in start.items() if x is not None} | {"final_norm": final_norm}
-        arrays |= {name: x.astype(dtype) for name, x in start.items() if x.shape == shapes.get(name)}
+        start = {"final_norm": final_norm, "lm_head": head[ids]}
+        arrays |= {name: x.astype(dtype) for name, x in start.items() if x.shape == shapes[name]}
     embed = None
     if config.own_embed:
         drawn = jax.random.normal(jax.random.fold_in(key, 1), (config.vocab_size, config.hidden_size), dtype)
         embed = 0.02 * drawn
-    return Eagle3Params(as_weights(arrays), ids, embed, rows if config.mtp else None)
+    return Eagle3Params(as_weights(arrays), ids, embed)

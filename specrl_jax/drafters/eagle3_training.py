@@ -1,4 +1,4 @@
-"""Training-time test of an EAGLE-3 head (Li et al., arXiv 2503.01840, section 3): unroll and loss.
+"""Training-time test of a head of one layer (EAGLE-3, Li et al., arXiv 2503.01840, section 3): unroll and loss.
 
 Serving feeds the head its own hidden states, so training does too. Step `i` of
 the unroll stands at every slot `p` at once: it reads the true token `x_{p+1+i}`
@@ -13,6 +13,17 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
+from specrl_jax.drafters.draft_layer import (
+    LayerConfig,
+    LayerWeights,
+    attention_input,
+    draft_logits,
+    fed_back,
+    fuse,
+    mix_and_mlp,
+    project_keys,
+    project_queries,
+)
 from specrl_jax.drafters.draft_losses import (
     DraftBatch,
     DraftCounts,
@@ -25,16 +36,6 @@ from specrl_jax.drafters.draft_losses import (
     top_in_draft_vocab,
     weighted,
 )
-from specrl_jax.drafters.eagle3 import (
-    attention_input,
-    draft_logits,
-    fed_back,
-    fuse,
-    mix_and_mlp,
-    project_keys,
-    project_queries,
-)
-from specrl_jax.drafters.eagle3_params import Eagle3Config, Eagle3Weights
 
 _MASKED = -1e30
 _FEWEST_QUERIES, _MOST_BLOCKS = 128, 8
@@ -93,11 +94,11 @@ def _attend(
 
 
 def ttt_hidden(
-    weights: Eagle3Weights,
+    weights: LayerWeights,
     embed: Float[Array, "v d"],
     tokens: Int[Array, "b t"],
     features: Float[Array, "b t fd"],
-    config: Eagle3Config,
+    config: LayerConfig,
     steps: int,
 ) -> list[Float[Array, "n d"]]:
     """The head's output `h2` of every step at every slot, `n = b * t`; no gradient reaches embedding and features."""
@@ -127,11 +128,11 @@ def ttt_hidden(
 
 
 def ttt_logits(
-    weights: Eagle3Weights,
+    weights: LayerWeights,
     embed: Float[Array, "v d"],
     tokens: Int[Array, "b t"],
     features: Float[Array, "b t fd"],
-    config: Eagle3Config,
+    config: LayerConfig,
     steps: int,
 ) -> Float[Array, "i b t dv"]:
     """Float32 draft logits of every step and slot; `[i, :, p]` predicts the token at `p + 2 + i`."""
@@ -151,18 +152,18 @@ def draft_counts(target_ids: Int[Array, "dv"], batch: DraftBatch, steps: int) ->
 
 
 def draft_loss(
-    weights: Eagle3Weights,
+    weights: LayerWeights,
     target_ids: Int[Array, "dv"],
     embed: Float[Array, "v d"],
     batch: DraftBatch,
-    config: Eagle3Config,
+    config: LayerConfig,
     loss_config: DraftLossConfig,
     counts: DraftCounts | None = None,
 ) -> tuple[Float[Array, ""], DraftMetrics]:
     """Sum over steps of `decay ** step` times the step's loss; differentiable in `weights` alone.
 
     Args:
-        weights, target_ids: the head (`Eagle3Params`).
+        weights, target_ids: the head (`Eagle3Params`, `MtpParams`).
         embed: the policy's embedding.
         batch: sequences of the policy.
         config: the head's architecture.

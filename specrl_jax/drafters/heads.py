@@ -1,8 +1,8 @@
 """Draft models of every kind behind one door: made, trained, saved and loaded by what their configuration says.
 
-Draft heads are EAGLE-3 and MTP heads (`eagle3`) and block drafters (`block`): a configuration, a drafter that the
-rollout uses, and parameters of which `weights` is what training changes. A small policy (`small_policy`) drafts as it
-is.
+Draft heads are EAGLE-3 heads (`eagle3`), native MTP heads (`mtp`) and block drafters (`block`): a configuration, a
+drafter that the rollout uses, and parameters of which `weights` is what training changes. A small policy
+(`small_policy`) drafts as it is.
 """
 
 from dataclasses import replace
@@ -23,7 +23,9 @@ from specrl_jax.drafters.eagle3 import Eagle3Drafter
 from specrl_jax.drafters.eagle3_folder import load_eagle3, save_eagle3, with_policy_embedding
 from specrl_jax.drafters.eagle3_params import Eagle3Config, Eagle3Params, init_eagle3
 from specrl_jax.drafters.eagle3_training import draft_counts, draft_loss
-from specrl_jax.drafters.mtp import is_mtp_head, load_mtp, save_mtp
+from specrl_jax.drafters.mtp import MtpDrafter, beside_policy, is_mtp_head, lies_with_policy, load_mtp, save_mtp
+from specrl_jax.drafters.mtp_layouts import MtpConfig
+from specrl_jax.drafters.mtp_params import MtpParams, init_mtp
 from specrl_jax.drafters.small_policy import SmallPolicyDrafter
 from specrl_jax.drafters.small_policy_folder import is_small_policy, load_small_policy
 from specrl_jax.errors import InputError
@@ -33,16 +35,18 @@ from specrl_jax.models.params import PolicyParams
 from specrl_jax.models.policy import head_weights
 from specrl_jax.models.weights import read_json
 
-HeadConfig = Eagle3Config | BlockConfig
-HeadDrafter = Eagle3Drafter | BlockDrafter
-HeadParams = Eagle3Params | BlockParams
+HeadConfig = Eagle3Config | MtpConfig | BlockConfig
+HeadDrafter = Eagle3Drafter | MtpDrafter | BlockDrafter
+HeadParams = Eagle3Params | MtpParams | BlockParams
 DraftModel = HeadDrafter | SmallPolicyDrafter
 DraftModelParams = HeadParams | PolicyParams
 
 
 def drafter_for_head(config: HeadConfig) -> HeadDrafter:
     """What the rollout uses."""
-    return BlockDrafter(config) if isinstance(config, BlockConfig) else Eagle3Drafter(config)
+    if isinstance(config, BlockConfig):
+        return BlockDrafter(config)
+    return MtpDrafter(config) if isinstance(config, MtpConfig) else Eagle3Drafter(config)
 
 
 def init_head(
@@ -55,6 +59,8 @@ def init_head(
     """A new head; arguments as for `eagle3_params.init_eagle3`."""
     if isinstance(config, BlockConfig):
         return init_block(key, config, policy, target_ids, feature_rms)
+    if isinstance(config, MtpConfig):
+        return init_mtp(key, config, target_ids, policy)
     return init_eagle3(key, config, target_ids, policy, feature_rms)
 
 
@@ -78,7 +84,7 @@ def head_loss(
     if isinstance(config, BlockConfig):
         assert isinstance(params, BlockParams)
         return block_loss(weights, params, embed, batch, config, loss, counts)
-    assert isinstance(params, Eagle3Params)
+    assert not isinstance(params, BlockParams)
     weights = params.with_rows(weights)
     return draft_loss(weights, params.target_ids, params.embedding(embed), batch, config, loss, counts)
 
@@ -88,10 +94,23 @@ def save_drafter(folder: str | Path, drafter: HeadDrafter, params: HeadParams) -
     if isinstance(drafter, BlockDrafter):
         assert isinstance(params, BlockParams)
         save_block(folder, drafter, params)
+    elif isinstance(drafter, MtpDrafter):
+        assert isinstance(params, MtpParams)
+        save_mtp(folder, drafter, params)
     else:
         assert isinstance(params, Eagle3Params)
-        save = save_mtp if drafter.config.mtp else save_eagle3
-        save(folder, drafter, params)
+        save_eagle3(folder, drafter, params)
+
+
+def beside_its_policy(source: str | Path | None, drafter: Any, params: Any) -> Any:
+    """A trained head as `huggingface.save_policy` takes it, where the policy's folder `source` carries a native head.
+
+    None where that folder has none, or the head is of another kind.
+    """
+    if source is None or not isinstance(drafter, MtpDrafter) or not isinstance(params, MtpParams):
+        return None
+    hf = read_json(resolve_folder(source) / "config.json")
+    return beside_policy(drafter, params) if lies_with_policy(hf) else None
 
 
 def load_drafter(
@@ -127,19 +146,18 @@ def _check_tokenizer(folder: Path, tokenizer: Any) -> None:
 
 
 def with_policy_head(params: HeadParams, policy: PolicyParams) -> HeadParams:
-    """The head with the policy's output rows, where it came without any."""
-    own = params.weights.lm_head if isinstance(params, Eagle3Params) else None
-    if own is not None or params.lm_head is not None:
+    """The head with what it reads of the policy, such as its output rows, where it came without."""
+    if isinstance(params, Eagle3Params) or params.lm_head is not None:
         return params
+    if isinstance(params, MtpParams):
+        return params.with_policy(policy)
     rows = head_weights(policy)[1][params.target_ids]
     return replace(params, lm_head=rows.astype(params.weights.final_norm.dtype))
 
 
 def with_current_rows(params: Any, policy: PolicyParams) -> Any:
     """An MTP head with the output rows of a policy that has learned; any other drafter's parameters as they are."""
-    if not isinstance(params, Eagle3Params) or params.lm_head is None:
-        return params
-    return with_policy_head(replace(params, lm_head=None), policy)
+    return params.with_policy(policy) if isinstance(params, MtpParams) else params
 
 
 def as_head(drafter: DraftModel) -> HeadDrafter:
@@ -161,9 +179,7 @@ def for_policy(
         return drafter, params
     if isinstance(drafter, Eagle3Drafter):
         assert isinstance(params, Eagle3Params)
-        drafter, params = with_policy_embedding(drafter, params, policy.embed)
-        if not drafter.config.mtp:
-            return drafter, params
+        return with_policy_embedding(drafter, params, policy.embed)
     assert not isinstance(params, PolicyParams)
     sizes = drafter.config.backbone if isinstance(drafter, BlockDrafter) else drafter.config
     if policy.embed.shape != (sizes.vocab_size, sizes.hidden_size):

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import huggingface_hub
+import numpy as np
 from huggingface_hub.errors import HfHubHTTPError
 
 from specrl_jax.errors import InputError
@@ -98,6 +99,7 @@ def save_policy(
     tokenizer: Any,
     generation: dict[str, Any] | None = None,
     shard_bytes: int = _SHARD_BYTES,
+    head: tuple[dict[str, Any], dict[str, np.ndarray]] | None = None,
 ) -> None:
     """Write a folder that transformers loads unchanged; an earlier policy there is replaced as a whole.
 
@@ -107,15 +109,17 @@ def save_policy(
         tokenizer: transformers tokenizer; its begin, end and padding ids go into the configs.
         generation: further fields of generation_config.json, such as `temperature`.
         shard_bytes: weights above this size are split.
+        head: of a draft head that lies in the same folder, fields of config.json that differ and tensors by name.
     """
     folder = Path(folder)
     if folder.exists() and not (folder / "config.json").exists() and (folder.is_file() or any(folder.iterdir())):
         raise InputError(f"{folder} exists and holds no policy; choose another folder to save the policy in")
     check_tokenizer_fits(tokenizer, config)
     ids = _token_ids(tokenizer)
-    hf = config_to_hf(config, ids)
+    fields, beside = head or ({}, {})
+    hf = config_to_hf(config, ids) | fields
     with replaced_folder(folder) as fresh:
         _write_json(fresh / "config.json", hf)
         _write_json(fresh / "generation_config.json", ids | (generation or {}))
-        write_tensors(fresh, policy_tensors(params, config), shard_bytes)
+        write_tensors(fresh, policy_tensors(params, config) | beside, shard_bytes)
         tokenizer.save_pretrained(fresh)

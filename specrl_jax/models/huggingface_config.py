@@ -21,7 +21,8 @@ _ROPE_FIELDS: dict[str, tuple[str, ...]] = {
 }
 
 
-def _integer(hf: dict[str, Any], name: str, default: int | None = None) -> int:
+def integer(hf: dict[str, Any], name: str, default: int | None = None) -> int:
+    """An integer of a config.json; InputError where it is none, or missing without a default."""
     value = hf.get(name)
     value = default if value is None else value
     if value is None:
@@ -31,7 +32,8 @@ def _integer(hf: dict[str, Any], name: str, default: int | None = None) -> int:
     return value
 
 
-def _number(values: dict[str, Any], name: str, default: float | None = None) -> float:
+def number(values: dict[str, Any], name: str, default: float | None = None) -> float:
+    """A number of a config.json; InputError where it is none, or missing without a default."""
     value = values.get(name)
     value = default if value is None else value
     if value is None:
@@ -42,7 +44,7 @@ def _number(values: dict[str, Any], name: str, default: float | None = None) -> 
 
 
 def _optional_number(values: dict[str, Any], name: str) -> float | None:
-    return None if values.get(name) is None else _number(values, name)
+    return None if values.get(name) is None else number(values, name)
 
 
 def _family(hf: dict[str, Any]) -> Family:
@@ -76,12 +78,12 @@ def _check_supported(hf: dict[str, Any], family: Family, num_layers: int) -> Non
     if hf.get("layer_types") is not None:
         windowed = any(kind != "full_attention" for kind in hf["layer_types"])
     elif windowed:
-        windowed = _integer(hf, "max_window_layers", 28) < num_layers
+        windowed = integer(hf, "max_window_layers", 28) < num_layers
     if windowed:
         raise InputError("policy config asks for sliding-window attention; only full attention is supported")
 
 
-def _rope_from_hf(hf: dict[str, Any], max_positions: int) -> RopeConfig:
+def rope_from_hf(hf: dict[str, Any], max_positions: int) -> RopeConfig:
     """Both the `rope_parameters` of transformers 5 and the older `rope_theta` and `rope_scaling`."""
     rope = hf.get("rope_scaling") or hf.get("rope_parameters") or {}
     if not isinstance(rope, dict):
@@ -92,29 +94,29 @@ def _rope_from_hf(hf: dict[str, Any], max_positions: int) -> RopeConfig:
     partial = rope.get("partial_rotary_factor", hf.get("partial_rotary_factor"))
     if partial not in (None, 1):
         raise InputError(f"policy config sets partial_rotary_factor to {partial!r}; only whole heads are rotated here")
-    theta = _number(rope, "rope_theta", _number(hf, "rope_theta", 10_000.0))
+    theta = number(rope, "rope_theta", number(hf, "rope_theta", 10_000.0))
     if kind == "default":
         return RopeConfig(theta=theta)
     if kind == "linear":
-        return RopeConfig(kind="linear", theta=theta, factor=_number(rope, "factor"))
+        return RopeConfig(kind="linear", theta=theta, factor=number(rope, "factor"))
     context = "original_max_position_embeddings"
-    original = _integer(hf if context in hf else rope, context, max_positions)  # transformers prefers the outer one
+    original = integer(hf if context in hf else rope, context, max_positions)  # transformers prefers the outer one
     if kind == "llama3":
         return RopeConfig(
             kind="llama3",
             theta=theta,
-            factor=_number(rope, "factor"),
+            factor=number(rope, "factor"),
             original_max_position_embeddings=original,
-            low_freq_factor=_number(rope, "low_freq_factor"),
-            high_freq_factor=_number(rope, "high_freq_factor"),
+            low_freq_factor=number(rope, "low_freq_factor"),
+            high_freq_factor=number(rope, "high_freq_factor"),
         )
     return RopeConfig(
         kind="yarn",
         theta=theta,
-        factor=_number(rope, "factor", max_positions / max(original, 1)),
+        factor=number(rope, "factor", max_positions / max(original, 1)),
         original_max_position_embeddings=original,
-        beta_fast=_number(rope, "beta_fast", 32.0),
-        beta_slow=_number(rope, "beta_slow", 1.0),
+        beta_fast=number(rope, "beta_fast", 32.0),
+        beta_slow=number(rope, "beta_slow", 1.0),
         truncate=bool(rope.get("truncate", True)),
         attention_factor=_optional_number(rope, "attention_factor"),
         mscale=_optional_number(rope, "mscale"),
@@ -130,32 +132,33 @@ def config_from_hf(hf: dict[str, Any]) -> PolicyConfig:
             of the wrong type or out of range.
     """
     family = _family(hf)
-    num_layers, num_heads = _integer(hf, "num_hidden_layers"), _integer(hf, "num_attention_heads")
-    hidden_size = _integer(hf, "hidden_size")
-    max_positions = _integer(hf, "max_position_embeddings", 2048 if family == "llama" else 32768)
+    num_layers, num_heads = integer(hf, "num_hidden_layers"), integer(hf, "num_attention_heads")
+    hidden_size = integer(hf, "hidden_size")
+    max_positions = integer(hf, "max_position_embeddings", 2048 if family == "llama" else 32768)
     _check_supported(hf, family, num_layers)
     # Only Qwen3 has a head width of its own where config.json gives none.
     default_width = 128 if family == "qwen3" and "head_dim" not in hf else hidden_size // max(num_heads, 1)
     dtype = hf.get("dtype") or hf.get("torch_dtype") or "float32"
     return PolicyConfig(
         family=family,
-        vocab_size=_integer(hf, "vocab_size"),
+        vocab_size=integer(hf, "vocab_size"),
         hidden_size=hidden_size,
-        intermediate_size=_integer(hf, "intermediate_size"),
+        intermediate_size=integer(hf, "intermediate_size"),
         num_layers=num_layers,
         num_heads=num_heads,
-        num_kv_heads=_integer(hf, "num_key_value_heads", num_heads),
-        head_dim=_integer(hf, "head_dim", default_width),
-        rms_norm_eps=_number(hf, "rms_norm_eps", 1e-6),
+        num_kv_heads=integer(hf, "num_key_value_heads", num_heads),
+        head_dim=integer(hf, "head_dim", default_width),
+        rms_norm_eps=number(hf, "rms_norm_eps", 1e-6),
         tie_embeddings=bool(hf.get("tie_word_embeddings", False)),
         max_position_embeddings=max_positions,
-        rope=_rope_from_hf(hf, max_positions),
+        rope=rope_from_hf(hf, max_positions),
         # float16 has a narrower range than bfloat16; float32 holds it exactly.
         dtype="bfloat16" if dtype == "bfloat16" else "float32",
     )
 
 
-def _rope_to_hf(rope: RopeConfig) -> dict[str, Any]:
+def rope_to_hf(rope: RopeConfig) -> dict[str, Any]:
+    """The `rope_parameters` of a config.json."""
     names = _ROPE_FIELDS[rope.kind]
     set_fields = {name: getattr(rope, name) for name in names if getattr(rope, name) is not None}
     return {"rope_type": rope.kind, "rope_theta": rope.theta, **set_fields}
@@ -174,7 +177,7 @@ def config_to_hf(config: PolicyConfig, token_ids: dict[str, int | None] | None =
             "transformers loads no Llama of that shape"
         )
     architecture = next(name for name, (kind, _) in _ARCHITECTURES.items() if kind == config.family)
-    rope = _rope_to_hf(config.rope)
+    rope = rope_to_hf(config.rope)
     hf: dict[str, Any] = {
         "architectures": [architecture],
         "model_type": config.family,

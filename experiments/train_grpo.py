@@ -262,6 +262,12 @@ def controller(session: Session, engine: RolloutEngine, folder: Path, start: Sta
     return costs_at(folder / "costs.json", engine, start.params, start.draft, rows, context)
 
 
+def save_run_policy(folder: Path, session: Session, state: GrpoState) -> None:
+    """Write the policy of a state, with its native draft head where it came with one."""
+    beside = beside_its_policy(session.config.policy, session.drafter, head_of(state.draft))
+    save_policy(folder, state.params, session.policy, session.workload.tokenizer, head=beside)
+
+
 def run_arm(session: Session, label: str, folder: Path, draft_length: int, start: Start, examiner: Examiner) -> Arm:
     """One GRPO run in its folder, and what it left."""
     config = session.config
@@ -276,7 +282,7 @@ def run_arm(session: Session, label: str, folder: Path, draft_length: int, start
         figures = examiner.examine(state.params, state.draft, "dev")
         if figures["accuracy"] > best:
             best = figures["accuracy"]
-            save_policy(folder / "policy_best", state.params, session.policy, session.workload.tokenizer)
+            save_run_policy(folder / "policy_best", session, state)
         return {name: figures[name] for name in ("accuracy", "accuracy_ci95")}
 
     done = latest_step(grpo_checkpoints(folder)) or 0
@@ -302,10 +308,9 @@ def run_arm(session: Session, label: str, folder: Path, draft_length: int, start
         )
         report = run.run(state)
     models = ("policy",) if config.eval_every else ("policy", "policy_best")
-    head = head_of(report.state.draft)
-    beside = beside_its_policy(session.config.policy, session.drafter, head)
     for name in models:
-        save_policy(folder / name, report.state.params, session.policy, session.workload.tokenizer, head=beside)
+        save_run_policy(folder / name, session, report.state)
+    head = head_of(report.state.draft)
     if head is not None and isinstance(session.drafter, HeadDrafter):
         save_drafter(folder / "drafter", session.drafter, head)
     return Arm(label, folder, draft_length, report, program)

@@ -112,6 +112,7 @@ def test_drafts_are_those_of_brute_force(seed, siblings, with_history):
         lengths.append(len(expected))
         assert chain[row].tolist() == expected + [-1] * (drafts - len(expected))
     assert max(lengths) == drafts
+    np.testing.assert_array_equal(drafter.can_draft(history, texts), np.array(lengths) > 0)
 
 
 def engine_of(k, drafter, rule=None, **settings):
@@ -177,6 +178,18 @@ def test_the_policy_s_tokens_whatever_is_found(case):
     trajectory = rolled_out(engine_of(3, drafter, **settings), draft)
     assert_same(trajectory, expected)
     assert trajectory.stats.accepted > 0
+
+
+def test_nothing_is_verified_where_nothing_is_found():
+    """Tokens cost nothing here, so that the controller drafts wherever it can; 21 tokens stand nowhere twice."""
+    engine = engine_of(3, SuffixDrafter(siblings=False, shortest=NEW + 1, longest=NEW + 1), adaptive=True)
+    trajectory = rolled_out(engine)
+    assert_same(trajectory, plain())
+    used = [body for body, count in zip(engine.config.bodies_for(15), trajectory.stats.bodies, strict=True) if count]
+    assert used
+    assert all(body.tokens == body.rows for body in used)
+    assert trajectory.stats.steps > 0
+    assert rolled_out(engine_of(3, SuffixDrafter(shortest=1), adaptive=True)).stats.rounds > 0
 
 
 def test_ratio_keeps_the_law():

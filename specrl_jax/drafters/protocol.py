@@ -8,7 +8,8 @@ Slots. Slot `p` of a row pairs the policy's feature `g_p` (residual streams at
 position `p`) with the token `x_{p+1}` that the policy emitted there, and says
 something about `x_{p+2}`. After a prefill of `n` prompt tokens and one sampled
 token, `n` pairs are read; after a round that emitted `m` tokens, `m` more. A prompt's first token is in no pair:
-a drafter that must know it has a method `read_first`.
+a drafter that must know it has a method `read_first`. One that often has nothing to propose may tell so before a round
+is chosen, `can_draft`.
 
 Drafters that look for earlier text do not need pairs: what has been read and emitted so far,
 by all sequences of the rollout, is shown to every drafter as `Texts`.
@@ -19,7 +20,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import jax.numpy as jnp
 from flax import struct
-from jaxtyping import Array, Float, Int, UInt32
+from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from specrl_jax.errors import InputError
 from specrl_jax.models.tree import Tree
@@ -221,6 +222,12 @@ def read_first(drafter: Any, params: Any, embed: Float[Array, "v d"], state: Any
     """Show the prompts' first tokens to a drafter whose method of this name reads them; `state` is still empty."""
     read = getattr(drafter, "read_first", None)
     return state if read is None else read(params, embed, state, first)
+
+
+def can_draft(drafter: Any, params: Any, texts: Texts) -> Bool[Array, "r"] | None:
+    """Rows for which a drafter whose method of this name tells it ahead of a round has drafts; None for all of them."""
+    tell = getattr(drafter, "can_draft", None)
+    return None if tell is None else tell(params, texts)
 
 
 @runtime_checkable

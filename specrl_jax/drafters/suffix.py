@@ -206,6 +206,10 @@ class SuffixDrafter(TextDrafter):
         weight = jnp.where(length >= self.shortest, weight, _NONE)
         return Found(follow, jnp.take_along_axis(after, where, axis=1), weight)
 
+    def can_draft(self, params: History | None, texts: Texts) -> Bool[Array, "r"]:
+        """Rows whose newest tokens stand somewhere else too."""
+        return jnp.any(self.find(params, texts, 1).log_weight > _NONE, axis=1)
+
     def _checked(self, choice: Choice, total: Float[Array, "*n"]) -> Choice:
         """No draft where there are no votes, and little confidence where there are few."""
         doubt = float((self.shortest + 1) * np.log(self.sharpness))

@@ -224,7 +224,9 @@ class AdaptiveRound(Round):
         emitted = after.length - rows.length
         assert rows.record is not None
         counted = live & (emitted == judged.proposed.accepted + 1)
-        # That a drafter had nothing to propose counts like a draft that was refused.
-        lengths = jnp.where(live & (dealt.token[:, 0] < 0), 1, dealt.lengths)
+        lengths = dealt.lengths
+        if not hasattr(self.drafter, "can_draft"):
+            # That there was nothing to propose counts like a draft that was refused.
+            lengths = jnp.where(live & (dealt.token[:, 0] < 0), 1, lengths)
         control, record = learn(control, rows.record, dealt.confidence, lengths, judged.proposed.accepted, counted)
         return replace(after, record=record), pool.with_cache(cache), trajectory, control

@@ -153,6 +153,7 @@ def choose_body(
     record: Float[Array, "r 2"],
     slots: Int[Array, ""],
     now: Int[Array, ""],
+    able: Bool[Array, "r"] | None = None,
 ) -> Int[Array, ""]:
     """The body of the most expected tokens per second; the current one unless another is clearly better.
 
@@ -160,9 +161,13 @@ def choose_body(
         control, bodies, longest: cost table, what it is of, and drafts of a row at most.
         live: rows that take part. record: of every row.
         slots: tokens in their caches. now: the current body, or -1.
+        able: rows that have drafts, where that is known.
     """
+    drafting = live if able is None else live & able
     # Bodies of one depth share a sort.
-    worth = {d: _worth_of_drafts(control, d, live, record) for d in sorted({body.depth(longest) for body in bodies})}
+    worth = {
+        d: _worth_of_drafts(control, d, drafting, record) for d in sorted({body.depth(longest) for body in bodies})
+    }
     tokens = jnp.stack([_expected_tokens(body, worth[body.depth(longest)], live) for body in bodies])
     fits = jnp.array([body.rows for body in bodies], jnp.int32) >= jnp.sum(live)
     seconds = control.seconds + control.per_slot * slots.astype(jnp.float32)

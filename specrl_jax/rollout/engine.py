@@ -22,6 +22,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Int, UInt32
 
 from specrl_jax.data.prompts import Prompts
+from specrl_jax.drafters.protocol import can_draft
 from specrl_jax.models.params import PolicyParams
 from specrl_jax.rollout.control import Body, Control, choose_body, promised_rate
 from specrl_jax.rollout.pool import Pool, grow, leave, occupancy
@@ -58,7 +59,8 @@ class RolloutEngine(SequenceQueue):
         )
         used = trajectory.stats.bodies.at[index].add(1)
         trajectory = replace(trajectory, stats=replace(trajectory.stats, bodies=used))
-        return self._choose(replace(self._closed(batch, rows, after, pool, trajectory), control=control))
+        batch = replace(self._closed(batch, rows, after, pool, trajectory), control=control)
+        return self._choose(draft_params, batch)
 
     def _grown(self, batch: Batch, slots: int) -> tuple[Rows, Pool, Bool[Array, "r"], Batch]:
         """Rows with pages for a round, the pool, and which of them take part."""
@@ -79,7 +81,7 @@ class RolloutEngine(SequenceQueue):
         rows, pool = leave(rows, pool, rows.done & ~before.done)
         return replace(batch, rows=rows, pool=pool, trajectory=replace(trajectory, stats=stats))
 
-    def _choose(self, batch: Batch) -> Batch:
+    def _choose(self, draft_params: Any, batch: Batch) -> Batch:
         """The controller's choice of the next body."""
         if batch.control is None or batch.body is None:
             return batch
@@ -88,7 +90,8 @@ class RolloutEngine(SequenceQueue):
         slots = jnp.sum(jnp.where(rows.done, 0, rows.length))
         bodies = self.config.bodies_for(self._all_rows(batch))
         longest = self.config.draft_length
-        body = choose_body(batch.control, bodies, longest, ~rows.done, rows.record, slots, batch.body)
+        able = can_draft(self.drafter, draft_params, self.texts(rows, batch.trajectory))
+        body = choose_body(batch.control, bodies, longest, ~rows.done, rows.record, slots, batch.body, able)
         return replace(batch, body=body)
 
     def _all_rows(self, batch: Batch) -> int:
@@ -130,7 +133,7 @@ class RolloutEngine(SequenceQueue):
             return jnp.sum(~batch.rows.done, dtype=jnp.int32)
 
         def turn(batch: Batch) -> Batch:
-            batch = self._choose(self.refill(params, draft_params, keys, batch))
+            batch = self._choose(draft_params, self.refill(params, draft_params, keys, batch))
             for size, next_size in zip(rungs, (*rungs[1:], 0), strict=True) if not bodies else ():
 
                 def fits(batch: Batch, size: int = size, next_size: int = next_size) -> Bool[Array, ""]:

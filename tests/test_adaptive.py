@@ -37,6 +37,7 @@ pytestmark = pytest.mark.ci
 SAMPLES, NEW = 3, 20
 PROMPTS = tiny_prompts()
 KEYS = keys_of(PROMPTS, SAMPLES)
+DRAFTING = (Body(15, 60), Body(4, 16))  # two to compile
 BODIES = (Body(15, 15), Body(15, 30), Body(15, 60), Body(4, 4), Body(4, 16), Body(1, 1), Body(1, 5))
 
 
@@ -84,6 +85,7 @@ TABLES = {
     "idle, then drafts": table(b0=1e-6, b4=1e-9, b6=1e-9),
     "largest only": table(b1=1e-9),
 }
+SOME = initial_control(np.array([1.0, 1e-4]))
 
 
 @pytest.mark.parametrize("name", TABLES)
@@ -114,21 +116,21 @@ def test_the_tokens_are_those_without_drafts(program, name):
         assert used[1] == used.sum()
 
 
-@pytest.mark.parametrize("rows", [1, 4])
-def test_few_rows_and_waiting_sequences(rows):
-    engine = engine_of(rows=rows, bodies=None)
+@pytest.mark.parametrize(("rows", "bodies"), [(1, None), (4, (Body(4, 4), Body(4, 16), Body(1, 5)))])
+def test_few_rows_and_waiting_sequences(rows, bodies):
+    engine = engine_of(rows=rows, bodies=bodies)
     control = initial_control(np.ones(len(engine.config.bodies_for(rows))))
     assert_same(adaptive(engine, control), plain())
 
 
 def test_a_penalty_sees_the_drafts_before_it():
     law = SamplingLaw(repetition_penalty=2.0, end_ids=(1, 7))
-    assert_same(adaptive(engine_of(law=law), TABLES["always"]), plain(law=law))
+    assert_same(adaptive(engine_of(law=law, bodies=DRAFTING), SOME), plain(law=law))
 
 
 def test_plain_numerics():
     numerics = Numerics(key_block=8)
-    ours = adaptive(engine_of(numerics=numerics), TABLES["always"])
+    ours = adaptive(engine_of(numerics=numerics, bodies=DRAFTING), SOME)
     np.testing.assert_array_equal(ours.tokens, plain(numerics=numerics).tokens)
 
 
@@ -253,7 +255,7 @@ def test_caught(monkeypatch, bug):
             return replace(judged, proposed=replace(judged.proposed, accepted=accepted))
 
         monkeypatch.setattr(adaptive_module.AdaptiveRound, "judge_dealt", generous)
-    ours, expected = adaptive(engine_of(), TABLES["always"]), plain()
+    ours, expected = adaptive(engine_of(bodies=DRAFTING), SOME), plain()
     assert not all(np.array_equal(getattr(ours, name), getattr(expected, name)) for name in ("tokens", "lengths"))
 
 

@@ -225,6 +225,23 @@ def draft_init_table() -> str:
     return markdown_table(rows)
 
 
+def text_drafts_table() -> str:
+    """Drafts from text under the controller, from results/drafts/text_drafts.json."""
+    rows = []
+    for row in _read(DRAFTS / "text_drafts.json")["rows"]:
+        if row["draft_length"] != "0":
+            rows.append(
+                {
+                    "rows": row["rows"],
+                    "drafts": f"{row['drafts']}, {row['draft_length']}",
+                    "acceptance length": row["acceptance_length"],
+                    "tokens / s": f"{row['tokens_per_second']:.0f}",
+                    "speed-up": _speed(row),
+                }
+            )
+    return markdown_table(rows)
+
+
 def draft_methods_table() -> str:
     """Every drafter beside the others, from results/drafts/draft_methods.json."""
     rows = []
@@ -304,6 +321,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "step": step_table,
     "draft_length": draft_length_table,
     "draft_init": draft_init_table,
+    "text_drafts": text_drafts_table,
     "draft_methods": draft_methods_table,
     "acceptance_by_task": acceptance_by_task_table,
     "acceptance_by_depth": acceptance_by_depth_table,

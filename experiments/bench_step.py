@@ -142,7 +142,8 @@ class OurStep:
     def __init__(self, pair: Pair, config: Config, draft_length: int, kl_coef: float) -> None:
         self._program = program_of(pair, config, draft_length, kl_coef)
         reference = pair.params if kl_coef else None
-        self._state: GrpoState = self._program.step.init(pair.params, pair.draft if draft_length else None, reference)
+        state = self._program.step.init(pair.params, pair.draft if draft_length else None, reference)
+        self._state: GrpoState = self._program.place(state)
         self._scanned = self._program.scanned(1)
 
     def __call__(self) -> float:
@@ -156,10 +157,11 @@ class OurStep:
 
     def rollout(self) -> float:
         """Seconds of the rollout that the next step will begin with."""
-        prompts, _ = jax.block_until_ready(self._program.issue(self._state))
+        served = self._program.gather(self._state)
+        prompts, _ = jax.block_until_ready(self._program.issue(served))
         time.sleep(PAUSE_S)
         start = time.perf_counter()
-        jax.block_until_ready(self._program.rollout(self._state, prompts))
+        jax.block_until_ready(self._program.rollout(served, prompts))
         return time.perf_counter() - start
 
 

@@ -10,8 +10,7 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding
-from jax.sharding import PartitionSpec as P
+from jax.sharding import Mesh
 
 from experiments.common import check_least, progress
 from experiments.setup import per_device
@@ -22,6 +21,7 @@ from specrl_jax.drafters.heads import HeadConfig, HeadDrafter, HeadParams, init_
 from specrl_jax.models.numerics import Numerics
 from specrl_jax.models.params import PolicyParams
 from specrl_jax.models.policy import forward, grid_batch, sequence_positions
+from specrl_jax.parallel.sharding import Layout, row_devices
 from specrl_jax.rl.drafting import DraftTraining
 from specrl_jax.rl.microbatches import MicrobatchConfig
 from specrl_jax.rl.optimizers import OptimizerConfig
@@ -106,12 +106,17 @@ class DraftStage:
         share = per_device(self.options.batch, self.mesh, "--draft.batch")
         return OfflineDraftTraining(self.training, share, self.seed)
 
+    @property
+    def _layout(self) -> Layout:
+        return Layout(self.mesh, self.drafter.config.num_kv_heads)
+
     def corpus(self, params: PolicyParams, prompts: Prompts) -> Sequences:
         """Rollouts of the policy."""
         batch = min(len(prompts.lengths), max(1, self.together // self.options.samples))
         sampler = Sampler(self.engine, self.mesh, "draft_data", self.seed, batch)
         trajectory = sample_all(sampler, params, None, prompts)
-        rows = len(trajectory.lengths) // self.mesh.size * self.mesh.size
+        devices = row_devices(self.mesh)
+        rows = len(trajectory.lengths) // devices * devices
         return jax.tree.map(lambda x: x[:rows], to_sequences(jax.tree.map(jnp.asarray, trajectory)))
 
     def fresh(self, params: PolicyParams, corpus: Sequences, key: Any) -> HeadParams:
@@ -126,7 +131,7 @@ class DraftStage:
         seen = np.bincount(tokens, minlength=self.engine.policy.vocab_size)
         ids = select_draft_vocab(seen, head.draft_vocab_size)
         # Where a trained head lies too, so that both are drafted with by one program.
-        return jax.device_put(init_head(key, head, params, ids, scale), NamedSharding(self.mesh, P()))
+        return self._layout.place(init_head(key, head, params, ids, scale))
 
     def train(
         self,
@@ -164,8 +169,7 @@ class DraftStage:
 
             state, seconds = run_stage(
                 checkpoints,
-                self.mesh,
-                offline.init(draft),
+                self._layout.place(offline.init(draft)),
                 total=steps,
                 chunk=max(1, min(50, steps // 2)),
                 program=program,

@@ -6,8 +6,7 @@ from typing import Annotated, Any, Literal
 
 import jax
 import tyro
-from jax.sharding import Mesh, NamedSharding
-from jax.sharding import PartitionSpec as P
+from jax.sharding import Mesh
 from transformers import PreTrainedTokenizerFast
 
 from experiments.common import RunOptions, check_least, progress
@@ -27,6 +26,7 @@ from specrl_jax.models.numerics import Numerics
 from specrl_jax.models.params import PolicyParams, init_params
 from specrl_jax.models.presets import PRESETS
 from specrl_jax.parallel.mesh import make_mesh
+from specrl_jax.parallel.sharding import Layout
 from specrl_jax.rl.rewards import answer_reward
 from specrl_jax.rollout.config import RolloutConfig
 from specrl_jax.rollout.engine import RolloutEngine
@@ -150,7 +150,9 @@ class Model:
         draft = self.draft
         if self.drafter is not None and draft is None:
             draft = init_head(draft_key, as_head(self.drafter).config, params)
-        params, draft = jax.device_put((params, draft), NamedSharding(self.mesh, P()))
+        params = Layout(self.mesh, self.policy.num_kv_heads).place(params)
+        if self.drafter is not None:
+            draft = Layout(self.mesh, self.drafter.config.num_kv_heads).place(draft)
         return replace(self, params=params, draft=draft)
 
 

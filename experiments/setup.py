@@ -21,7 +21,8 @@ from specrl_jax.models.huggingface import check_tokenizer_fits, load_config, loa
 from specrl_jax.models.huggingface_config import config_to_hf
 from specrl_jax.models.numerics import Numerics
 from specrl_jax.models.params import PolicyParams
-from specrl_jax.parallel.mesh import DATA, MeshConfig, auto_mesh, parse_mesh
+from specrl_jax.parallel.mesh import MeshConfig, auto_mesh, parse_mesh
+from specrl_jax.parallel.sharding import row_devices
 from specrl_jax.rl.microbatches import check_microbatch
 from specrl_jax.rl.program import GrpoProgram
 from specrl_jax.rl.rewards import Reward, answer_reward, load_reward
@@ -72,19 +73,14 @@ def resolve_mesh(text: str, fits: Callable[[int], bool]) -> MeshConfig:
     """The mesh of `--mesh`; "auto" takes as many of the devices as `fits` admits.
 
     Raises:
-        InputError: the text is no mesh, or splits parameters, which every device still holds whole.
+        InputError: the text is no mesh.
     """
-    if text == "auto":
-        return auto_mesh(fits)
-    mesh = parse_mesh(text)
-    if mesh.size > mesh.data:
-        raise InputError(f"--mesh {text}: parameters are not split over devices yet; use data=N alone")
-    return mesh
+    return auto_mesh(fits) if text == "auto" else parse_mesh(text)
 
 
 def per_device(count: int, mesh: Mesh, flag: str) -> int:
     """A device's share of a batch."""
-    devices = mesh.shape[DATA]
+    devices = row_devices(mesh)
     if count % devices:
         raise InputError(f"{flag} is {count}, which {devices} devices cannot share; choose a multiple of {devices}")
     return count // devices
@@ -214,7 +210,7 @@ def check_draft_batches(draft: Any, prompts: int, mesh: Mesh) -> None:
     draft: the options of the stage.
     """
     check_microbatch(draft.microbatch, per_device(draft.batch, mesh, "--draft.batch"))
-    devices = mesh.shape[DATA]
+    devices = row_devices(mesh)
     rollouts = prompts * draft.samples // devices * devices
     if rollouts < draft.batch:
         raise InputError(

@@ -53,6 +53,7 @@ from specrl_jax.models.huggingface import save_policy
 from specrl_jax.models.numerics import Numerics
 from specrl_jax.models.params import PolicyParams, init_params
 from specrl_jax.parallel.mesh import make_mesh
+from specrl_jax.parallel.sharding import Layout, row_devices
 from specrl_jax.rl.drafting import DraftTraining
 from specrl_jax.rl.grpo import GrpoState, GrpoStep, UpdateConfig
 from specrl_jax.rl.optimizers import OptimizerConfig
@@ -178,8 +179,7 @@ def warm_up(session: Session, params: PolicyParams, out: Path) -> PolicyParams:
 
         state, _ = run_stage(
             checkpoints,
-            session.mesh,
-            state,
+            Layout(session.mesh, session.policy.num_kv_heads).place(state),
             total=warmup.steps,
             chunk=max(1, min(50, warmup.steps // 4)),
             program=program,
@@ -256,7 +256,7 @@ def controller(session: Session, engine: RolloutEngine, folder: Path, start: Sta
     """The draft-length controller, its cost table measured once and kept in the folder; None for a fixed length."""
     if not engine.config.adaptive:
         return None
-    prompts = session.config.prompts // session.mesh.size
+    prompts = session.config.prompts // row_devices(session.mesh)
     rows = engine.layout(prompts, session.workload.prompt_width).rows
     context = session.workload.prompt_width + session.config.max_new_tokens // 4
     return costs_at(folder / "costs.json", engine, start.params, start.draft, rows, context)

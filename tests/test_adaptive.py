@@ -214,7 +214,7 @@ def test_two_devices_give_the_tokens_of_one_without_talking_in_the_loops():
 
     def run(params, draft, prompts, keys, control):
         trajectory = engine.rollout(params, draft, prompts, keys, control=control)
-        return trajectory.tokens, trajectory.stats.steps[None], merge(control, trajectory.control, DATA)
+        return trajectory.tokens, trajectory.stats.steps[None], merge(control, trajectory.control)
 
     mesh, rows = make_mesh(MeshConfig(data=2)), P(DATA)
     specs = {"in_specs": (P(), P(), rows, rows, P()), "out_specs": (rows, rows, P())}

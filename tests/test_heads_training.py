@@ -5,7 +5,7 @@ import dataclasses
 import jax
 import numpy as np
 import pytest
-from test_grpo import POLICY, VOCAB, autoregressive, initial, make_program, sha
+from test_grpo import POLICY, VOCAB, autoregressive, initial, make_program, scanned, sha
 
 from specrl_jax.drafters.block_params import BlockConfig
 from specrl_jax.drafters.heads import drafter_for_head, init_head
@@ -28,7 +28,8 @@ def test_a_head_changes_neither_tokens_nor_policy(kind):
     engine = dataclasses.replace(step.engine, drafter=drafter_for_head(config))
     step = dataclasses.replace(step, engine=engine, drafting=dataclasses.replace(step.drafting, head=config))
     head = init_head(jax.random.key(1), config, params)
-    state, (metrics, ours, _) = dataclasses.replace(program, step=step).scanned(2)(step.init(params, head))
+    program = dataclasses.replace(program, step=step)
+    state, (metrics, ours, _) = scanned(program, 2)(step.init(params, head))
     expected, _, trajectories, _ = autoregressive()
     for name in ("tokens", "log_probs", "lengths", "ended"):
         np.testing.assert_array_equal(getattr(ours, name), getattr(trajectories, name))

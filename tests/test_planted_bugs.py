@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from test_grpo import first_state, make_program
+from test_grpo import first_state, make_program, scanned
 from tiny import INVARIANT, POLICY, BigramDrafter, bigram_table, keys_of, run, take_prompts, tiny_params, tiny_prompts
 
 from specrl_jax.models import policy as policy_module
@@ -139,7 +139,7 @@ def test_caught_verification_with_the_last_steps_weights():
     """The rollout of the second step: under the weights of the first, the first update would not be on-policy."""
     program = make_program(3, updates=1)
     first = first_state(program)
-    second, _ = program.scanned(1)(first)
+    second, _ = scanned(program, 1)(first)
     prompts, problems = program.issue(second)
     ratios = []
     for params in (second.params, first.params):

@@ -3,7 +3,6 @@
 import jax.numpy as jnp
 import pytest
 
-from specrl_jax.parallel.mesh import MeshConfig, make_mesh
 from specrl_jax.training.stages import run_stage
 
 pytestmark = pytest.mark.ci
@@ -21,7 +20,6 @@ def _run(folder, stop, total=10):
 
     state, seconds = run_stage(
         folder,
-        make_mesh(MeshConfig()),
         jnp.int32(0),
         total=total,
         chunk=4,

@@ -4,7 +4,7 @@ import dataclasses
 
 import numpy as np
 import pytest
-from test_grpo import HEAD, EvenSum, first_state, initial, make_program, sha
+from test_grpo import HEAD, EvenSum, first_state, initial, make_program, scanned, sha
 
 from specrl_jax.data.prompts import Prompts
 from specrl_jax.drafters.combined import Both, CombinedDrafter
@@ -33,7 +33,7 @@ def with_drafter(program, drafter):
 @pytest.mark.parametrize(("kind", "data"), [("suffix", 1), ("suffix", 2), ("head+suffix", 1)])
 def test_the_step_keeps_responses_and_changes_nothing_else(kind, data):
     plain = dataclasses.replace(make_program(0, data=data), task=Repeated())
-    expected, (_, trajectories, _) = plain.scanned(3)(first_state(plain))
+    expected, (_, trajectories, _) = scanned(plain, 3)(first_state(plain))
     head, history = initial()[1], init_history(np.arange(ROWS), KEPT, TOKENS)
     if kind == "suffix":
         program = with_drafter(make_program(3, online=False, data=data), SuffixDrafter(shortest=1))
@@ -44,7 +44,7 @@ def test_the_step_keeps_responses_and_changes_nothing_else(kind, data):
     start = dataclasses.replace(first_state(program), draft=draft)
     if kind == "head+suffix":
         start = dataclasses.replace(start, draft_opt_state=program.step.drafting.init(head))
-    state, (metrics, ours, _) = program.scanned(3)(start)
+    state, (metrics, ours, _) = scanned(program, 3)(start)
     for name in ("tokens", "log_probs", "lengths", "ended"):
         np.testing.assert_array_equal(getattr(ours, name), getattr(trajectories, name))
     assert sha(state.params) == sha(expected.params)
@@ -68,6 +68,6 @@ def test_what_was_written_before_is_accepted_again():
     update = dataclasses.replace(program.step.update_config, optimizer=OptimizerConfig(1e-9))
     program = dataclasses.replace(program, step=dataclasses.replace(program.step, update_config=update))
     start = dataclasses.replace(first_state(program), draft=init_history(np.arange(ROWS), KEPT, TOKENS))
-    _, (_, ours, _) = program.scanned(3)(start)
+    _, (_, ours, _) = scanned(program, 3)(start)
     length = 1.0 + np.asarray(ours.stats.accepted) / np.asarray(ours.stats.rounds)
     assert length[2] > length[0] + 0.3

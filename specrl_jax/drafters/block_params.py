@@ -62,6 +62,16 @@ class BlockConfig:
             )
 
     @property
+    def num_heads(self) -> int:
+        """Of a layer."""
+        return self.backbone.num_heads
+
+    @property
+    def num_kv_heads(self) -> int:
+        """Heads of keys and values of a layer."""
+        return self.backbone.num_kv_heads
+
+    @property
     def drafts(self) -> int:
         """Most drafts of a round."""
         return self.block_size if self.sample_from_anchor else self.block_size - 1

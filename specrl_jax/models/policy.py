@@ -14,6 +14,7 @@ decoding (a few new tokens per row). Steps:
 
 import dataclasses
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -151,6 +152,7 @@ def forward(
     numerics: Numerics,
     cache: KVCache | None = None,
     boundaries: tuple[int, ...] = (),
+    remat: bool = False,
 ) -> ForwardOutput:
     """Residual streams of new tokens.
 
@@ -162,6 +164,7 @@ def forward(
         cache: keys and values of the tokens before these.
         boundaries: residual-stream boundaries to return as features: 0 is the embedding,
             `b` the output of the first `b` layers (`output_hidden_states[b]` in transformers).
+        remat: keep only what lies between layers for the gradient and compute the rest again.
     """
     if cache is None and not batch.is_grid:
         raise ValueError("a forward without a cache needs a grid of tokens")
@@ -176,19 +179,27 @@ def forward(
     x = params.embed[batch.tokens]
     streams = [x]
     keys, values = [], []
-    for i, layer in enumerate(params.layers):
+
+    def through(layer: LayerParams, x: Float[Array, "n d"], pages: tuple[Array, Array] | None) -> Any:
         q, k, v = map_tokens(functools.partial(_norm_and_project, config), layer, (x, angles_at), numerics)
         grid = _to_grid(q, batch, queries)
-        if cache is None or where is None:
+        if cache is None or where is None or pages is None:
             k, v = (_to_grid(y, batch, queries).transpose(0, 2, 1, 3) for y in (k, v))
             attended = attention(grid, k, v, grid_positions, numerics)
         else:
-            keys.append(write_slots(cache.keys[i], k, *where))
-            values.append(write_slots(cache.values[i], v, *where))
-            attended = paged_attention(grid, keys[i], values[i], cache.table, grid_positions, numerics, batch.tree)
+            pages = write_slots(pages[0], k, *where), write_slots(pages[1], v, *where)
+            attended = paged_attention(grid, *pages, cache.table, grid_positions, numerics, batch.tree)
         attended = _from_grid(attended, batch, queries)
-        x = map_tokens(functools.partial(mix_and_mlp, config), layer, (x, attended), numerics)
+        return map_tokens(functools.partial(mix_and_mlp, config), layer, (x, attended), numerics), pages
+
+    if remat:
+        through = jax.checkpoint(through)
+    for i, layer in enumerate(params.layers):
+        x, pages = through(layer, x, None if cache is None else (cache.keys[i], cache.values[i]))
         streams.append(x)
+        if pages is not None:
+            keys.append(pages[0])
+            values.append(pages[1])
     features = jnp.concatenate([streams[b] for b in boundaries], axis=-1) if boundaries else None
     new_cache = None if cache is None else dataclasses.replace(cache, keys=tuple(keys), values=tuple(values))
     return ForwardOutput(x, features, new_cache)

@@ -12,6 +12,8 @@ import jax.numpy as jnp
 import optax
 from flax import struct
 from jax import lax
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
 from specrl_jax.drafters.draft_losses import DraftBatch, DraftLossConfig
@@ -19,7 +21,7 @@ from specrl_jax.drafters.heads import HeadConfig, HeadParams, head_counts, head_
 from specrl_jax.errors import InputError
 from specrl_jax.models.numerics import isolated
 from specrl_jax.models.params import PolicyParams
-from specrl_jax.parallel.mesh import DATA
+from specrl_jax.parallel.sharding import ROWS, Layout, over_mesh, sum_over_rows
 from specrl_jax.rl.microbatches import MicrobatchConfig, over_microbatches, sorted_order
 from specrl_jax.rl.optimizers import OptimizerConfig, apply_gradients, make_optimizer
 from specrl_jax.rl.scoring import Scorer
@@ -104,15 +106,17 @@ class DraftTraining:
 
     def update(
         self,
+        mesh: Mesh,
         params: HeadParams,
         state: DraftOptState,
         embed: Float[Array, "v d"],
         examples: DraftExamples,
         accepted: Float[Array, ""] | None = None,
     ) -> tuple[HeadParams, DraftOptState, dict[str, Array]]:
-        """One optimizer step, gradients summed over the mesh's data axis; none where the head drafts well enough.
+        """One optimizer step, gradients summed over the mesh; none where the head drafts well enough.
 
         Args:
+            mesh: over which the examples are split.
             params, state: of the head.
             embed: the policy's embedding.
             examples: what the head learns from.
@@ -124,14 +128,14 @@ class DraftTraining:
             NaN where there was none).
         """
         if accepted is None or not self.tolerance:
-            return self._update(params, state, embed, examples)
+            return self._update(mesh, params, state, embed, examples)
         recent = jnp.where(state.best > 0.0, 0.5 * (state.recent + accepted), accepted)
         # What was best fades: a policy that has become less certain allows no more than it allows.
         best = jnp.maximum(recent, 0.99 * state.best)
         state = dataclasses.replace(state, best=best, recent=recent)
 
         def train(params: HeadParams, state: DraftOptState) -> Any:
-            return self._update(params, state, embed, examples)
+            return self._update(mesh, params, state, embed, examples)
 
         def leave(params: HeadParams, state: DraftOptState) -> Any:
             shapes = jax.eval_shape(train, params, state)[2]
@@ -142,25 +146,21 @@ class DraftTraining:
         return params, state, report | {"draft_updated": stale.astype(jnp.float32)}
 
     def _update(
-        self, params: HeadParams, state: DraftOptState, embed: Float[Array, "v d"], examples: DraftExamples
+        self, mesh: Mesh, params: HeadParams, state: DraftOptState, embed: Float[Array, "v d"], examples: DraftExamples
     ) -> tuple[HeadParams, DraftOptState, dict[str, Array]]:
+        layout = Layout(mesh, self.head.num_kv_heads)
         weights = state.weights if self.average else params.weights
-        counts = lax.psum(head_counts(self.head, params, examples.batch, self.loss), DATA)
-
-        def gradients(weights: Any, micro: DraftBatch) -> tuple[Any, Any]:
-            value = jax.value_and_grad(head_loss, has_aux=True)
-            return value(weights, params, embed, micro, self.head, self.loss, counts), ()
-
-        sums, _ = over_microbatches(gradients, weights, examples.batch, examples.lengths, self.microbatch)
-        (loss, metrics), grads = lax.psum(sums, DATA)
+        gradients = over_mesh(mesh, self._summed_gradients, (P(), P(), P(), P(ROWS)), P())
+        (loss, metrics), grads = gradients(*layout.gather((weights, params)), embed, examples)
 
         def apply(weights: Any, optimizer: Any, grads: Any) -> Any:
             return apply_gradients(self._optimizer, weights, optimizer, grads)
 
-        weights, optimizer, norm = isolated(apply, weights, state.optimizer, grads)
+        weights, optimizer, norm = isolated(apply, weights, state.optimizer, layout.keep(grads))
+        weights, optimizer = layout.keep((weights, optimizer))
         state = dataclasses.replace(state, optimizer=optimizer)
         if self.average:
-            mean = isolated(self._averaged, state.mean, weights)
+            mean = layout.keep(isolated(self._averaged, state.mean, weights))
             state = dataclasses.replace(state, weights=weights, mean=mean)
             weights = jax.tree.map(lambda x, like: x.astype(like.dtype), mean, weights)
         report = {
@@ -170,6 +170,19 @@ class DraftTraining:
             "draft_overlap": metrics.overlap,
         }
         return dataclasses.replace(params, weights=weights), state, jax.tree.map(jnp.asarray, report)
+
+    def _summed_gradients(
+        self, weights: Any, params: HeadParams, embed: Float[Array, "v d"], examples: DraftExamples
+    ) -> Any:
+        """Loss with its metrics, and gradient, over the mesh."""
+        counts = sum_over_rows(head_counts(self.head, params, examples.batch, self.loss))
+
+        def gradients(weights: Any, micro: DraftBatch) -> tuple[Any, Any]:
+            value = jax.value_and_grad(head_loss, has_aux=True)
+            return value(weights, params, embed, micro, self.head, self.loss, counts), ()
+
+        sums, _ = over_microbatches(gradients, weights, examples.batch, examples.lengths, self.microbatch)
+        return sum_over_rows(sums)
 
     def _averaged(self, mean: Any, weights: Any) -> Any:
         keep = self.average

@@ -5,11 +5,12 @@
 3. Update the policy on disjoint minibatches of groups, one or more epochs.
 4. Update the draft head on what the policy's forwards of step 3 left behind.
 
-The pieces run under `shard_map` over the mesh's data axis: prompts are split,
-parameters replicated, and the only communication is the sum of gradients and
-counts. `GrpoStep.step` composes them for `lax.scan`; a host reward, or a timed
-step, runs the same pieces in turn. Every piece computes inside loops of its own,
-so both ways give the same bits.
+Rollouts and gradients run under `shard_map` (`parallel/sharding.py`): every device
+has rows of its own, and the only communication by hand is the sum of gradients and
+counts. Optimizers run between them on parameters as they are stored. `GrpoProgram`
+composes the pieces for `lax.scan`; a host reward, or a timed step, runs the same
+pieces in turn. Every piece computes inside loops of its own, so both ways give the
+same bits.
 """
 
 import dataclasses
@@ -21,6 +22,8 @@ import jax.numpy as jnp
 import optax
 from flax import struct
 from jax import lax
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int, UInt32
 
 from specrl_jax.data.prompts import Prompts
@@ -31,7 +34,7 @@ from specrl_jax.drafters.suffix import remember
 from specrl_jax.errors import InputError
 from specrl_jax.models.numerics import isolated, opaque_int
 from specrl_jax.models.params import PolicyParams
-from specrl_jax.parallel.mesh import DATA
+from specrl_jax.parallel.sharding import ROWS, Layout, over_mesh, replicated, sum_over_rows
 from specrl_jax.rl.advantages import group_advantages, zero_advantage_groups
 from specrl_jax.rl.drafting import DraftExamples, DraftTraining
 from specrl_jax.rl.losses import LossConfig, loss_denominator, policy_loss
@@ -41,7 +44,7 @@ from specrl_jax.rl.scoring import Scorer
 from specrl_jax.rollout.control import Control, merge
 from specrl_jax.rollout.engine import RolloutEngine
 from specrl_jax.rollout.noise import sequence_keys
-from specrl_jax.rollout.trajectory import Sequences, Trajectory, to_sequences
+from specrl_jax.rollout.trajectory import Sequences, Trajectory, to_sequences, trajectory_specs
 
 
 @dataclass(frozen=True)
@@ -98,6 +101,10 @@ class GrpoState:
     control: Control | None = None
 
 
+Prepared = tuple[Sequences, Float[Array, "b t"] | None]
+"""Sequences with their old log-probs, and those of the reference where there is one."""
+
+
 @struct.dataclass
 class Minibatch:
     """Sequences with what the loss reads besides the policy."""
@@ -109,7 +116,7 @@ class Minibatch:
 
 @dataclass(frozen=True)
 class GrpoStep:
-    """The static part of a step. All methods are pure and run inside `shard_map` over the data axis.
+    """The static part of a step. All methods are pure; all but those that take the mesh run inside `shard_map`.
 
     engine, scorer: rollout and training forward. They share the sampling law, unless the loss is on the full law.
     seed: of the rollout noise.
@@ -183,13 +190,13 @@ class GrpoStep:
         keys = self.noise_keys(state, prompts)
         draft = state.draft if self.engine.speculative else None
         trajectory = self.engine.rollout(state.params, draft, prompts, keys, control=state.control)
-        totals = lax.psum((trajectory.stats, trajectory.entropy_sum), DATA)
+        totals = sum_over_rows((trajectory.stats, trajectory.entropy_sum))
         control = trajectory.control
         if control is not None and state.control is not None:
-            control = merge(state.control, control, DATA)
+            control = merge(state.control, control)
         return dataclasses.replace(trajectory, stats=totals[0], entropy_sum=totals[1], control=control)
 
-    def prepare(self, state: GrpoState, trajectory: Trajectory) -> tuple[Sequences, Float[Array, "b t"] | None]:
+    def prepare(self, state: GrpoState, trajectory: Trajectory) -> Prepared:
         """Sequences with their old log-probs as configured, and the reference's where there is one."""
         sequences, microbatch = to_sequences(trajectory), self.update_config.microbatch
         corrected = self.update_config.loss.importance_cap > 0
@@ -230,12 +237,45 @@ class GrpoStep:
             left = DraftExamples(batch, sequences.lengths)
         return (grads, value, metrics), left
 
+    def _begin(
+        self, params: PolicyParams, trajectory: Trajectory, prepared: Prepared, rewards: Float[Array, "b"]
+    ) -> tuple[Minibatch, Any, dict[str, Array], dict[str, Array]]:
+        """What the updates read; room for the draft head's examples of all of them; zero metrics; those of rewards."""
+        sequences, ref_log_probs = prepared
+        advantages = isolated(
+            lambda r: group_advantages(r, self.samples, normalize_std=self.update_config.normalize_std), rewards
+        )
+        whole, config = Minibatch(sequences, advantages, ref_log_probs), self.update_config
+        micro = jax.tree.map(lambda x: x[: config.microbatch.rows], whole)
+        (_, _, means), left = jax.eval_shape(self._gradients, params, micro, jnp.float32(1.0))
+        metrics = {name: jnp.float32(0.0) for name in (*means, "loss", "grad_norm")}
+        count = rewards.shape[0] // config.microbatch.rows
+        room = jax.tree.map(lambda s: jnp.zeros((count * s.shape[0], *s.shape[1:]), s.dtype), left)
+        return whole, room, metrics, self._reward_metrics(trajectory, rewards)
+
+    def _summed_gradients(
+        self, params: PolicyParams, whole: Minibatch, left: Any, i: Int[Array, ""]
+    ) -> tuple[PolicyParams, dict[str, Array], Any]:
+        """Gradient and metrics of an update over the mesh, and the draft head's examples with those of this update."""
+        part = i % self.update_config.updates_per_rollout
+        size = whole.advantages.shape[0] // self.update_config.updates_per_rollout
+        mini = jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, part * size, size), whole)
+        denominator = sum_over_rows(loss_denominator(mini.sequences.mask, self.update_config.loss))
+        sums, new_left = over_microbatches(
+            lambda params, micro: self._gradients(params, micro, denominator),
+            params,
+            mini,
+            mini.sequences.lengths,
+            self.update_config.microbatch,
+        )
+        grads, value, means = sum_over_rows(sums)
+        left = jax.tree.map(
+            lambda all_, x: lax.dynamic_update_slice_in_dim(all_, x, part * x.shape[0], 0), left, new_left
+        )
+        return grads, {name: mean.value for name, mean in means.items()} | {"loss": value}, left
+
     def update(
-        self,
-        state: GrpoState,
-        trajectory: Trajectory,
-        prepared: tuple[Sequences, Float[Array, "b t"] | None],
-        rewards: Float[Array, "b"],
+        self, mesh: Mesh, state: GrpoState, trajectory: Trajectory, prepared: Prepared, rewards: Float[Array, "b"]
     ) -> tuple[GrpoState, dict[str, Array], DraftExamples | None]:
         """Policy updates on one rollout; `prepared` comes from `prepare`.
 
@@ -243,63 +283,36 @@ class GrpoStep:
             The new state, metrics averaged over the updates, and the draft head's examples from
             the last epoch (None where it is not trained).
         """
-        sequences, ref_log_probs = prepared
-        advantages = isolated(
-            lambda r: group_advantages(r, self.samples, normalize_std=self.update_config.normalize_std), rewards
-        )
-        whole = Minibatch(sequences, advantages, ref_log_probs)
-        parts, steps = self.update_config.updates_per_rollout, self.update_config.epochs
-        size = rewards.shape[0] // parts
-        microbatch = self.update_config.microbatch
+        rows, layout = P(ROWS), Layout(mesh, self.engine.policy.num_kv_heads)
+        begin = over_mesh(mesh, self._begin, (P(), trajectory_specs(rows), rows, rows), (rows, rows, P(), P()))
+        gradients = over_mesh(mesh, self._summed_gradients, (P(), rows, rows, P()), (P(), P(), rows))
+        whole, left, metrics, earned = begin(layout.gather(state.params), trajectory, prepared, rewards)
 
         def one_update(i: Int[Array, ""], carry: Any) -> Any:
             params, opt_state, metrics, left = carry
-            part = i % parts
-            mini = jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, part * size, size), whole)
-            denominator = lax.psum(loss_denominator(mini.sequences.mask, self.update_config.loss), DATA)
-            sums, new_left = over_microbatches(
-                lambda params, micro: self._gradients(params, micro, denominator),
-                params,
-                mini,
-                mini.sequences.lengths,
-                microbatch,
-            )
-            grads, value, means = lax.psum(sums, DATA)
+            grads, new, left = gradients(layout.gather(params), whole, left, i)
             params, opt_state, norm = isolated(
-                lambda *args: apply_gradients(self._optimizer, *args), params, opt_state, grads
+                lambda *args: apply_gradients(self._optimizer, *args), params, opt_state, layout.keep(grads)
             )
-            new = {name: mean.value for name, mean in means.items()} | {"loss": value, "grad_norm": norm}
-            left = jax.tree.map(
-                lambda all_, x: lax.dynamic_update_slice_in_dim(all_, x, part * x.shape[0], 0), left, new_left
-            )
-            return params, opt_state, jax.tree.map(jnp.add, metrics, new), left
+            metrics = jax.tree.map(jnp.add, metrics, new | {"grad_norm": norm})
+            return layout.keep(params), layout.keep(opt_state), metrics, left
 
-        count = parts * steps
-        start = self._empty_carry(state, whole, size)
+        count = self.update_config.updates_per_rollout * self.update_config.epochs
+        start = (state.params, state.opt_state, metrics, left)
         params, opt_state, metrics, left = lax.fori_loop(0, opaque_int(count), one_update, start)
         metrics = {name: total / count for name, total in metrics.items()}
         new_state = dataclasses.replace(
             state,
             params=params,
             opt_state=opt_state,
-            draft=self._draft_after(state.draft, params, trajectory),
+            draft=self._draft_after(mesh, state.draft, params, trajectory),
             updates=state.updates + count,
             control=trajectory.control,
-            issued=state.issued + jnp.uint32(1) * lax.psum(trajectory.prompts.lengths.shape[0], DATA),
+            issued=state.issued + jnp.uint32(trajectory.prompts.lengths.shape[0]),
         )
-        return new_state, metrics | self._reward_metrics(trajectory, rewards), left
+        return new_state, metrics | earned, left
 
-    def _empty_carry(self, state: GrpoState, whole: Minibatch, size: int) -> Any:
-        """Zeros of the update loop's carry: metrics, and room for the draft head's examples of all minibatches."""
-        rows = self.update_config.microbatch.rows
-        micro = jax.tree.map(lambda x: x[:rows], whole)
-        (_, _, means), left = jax.eval_shape(self._gradients, state.params, micro, jnp.float32(1.0))
-        count = self.update_config.updates_per_rollout * (size // rows)
-        metrics = {name: jnp.float32(0.0) for name in (*means, "loss", "grad_norm")}
-        room = jax.tree.map(lambda s: jnp.zeros((count * s.shape[0], *s.shape[1:]), s.dtype), left)
-        return state.params, state.opt_state, metrics, room
-
-    def _draft_after(self, draft: Any, params: PolicyParams, trajectory: Trajectory) -> Any:
+    def _draft_after(self, mesh: Mesh, draft: Any, params: PolicyParams, trajectory: Trajectory) -> Any:
         """The drafter's parameters after the policy's update.
 
         With what it shares with the policy, and with the responses of all devices among the earlier ones.
@@ -311,7 +324,7 @@ class GrpoStep:
         if history is None:
             return draft
         newest = (trajectory.prompts.row_ids, trajectory.tokens, trajectory.lengths)
-        return with_history(draft, remember(history, *lax.all_gather(newest, DATA, tiled=True)))
+        return with_history(draft, remember(history, *lax.with_sharding_constraint(newest, replicated(mesh))))
 
     def _reward_metrics(self, trajectory: Trajectory, rewards: Float[Array, "b"]) -> dict[str, Array]:
         """Means over the whole batch of what the rollout earned."""
@@ -322,12 +335,12 @@ class GrpoStep:
             "zero_advantage_groups": zero_advantage_groups(rewards, self.samples).astype(jnp.float32),
         }
         count = jnp.float32(rewards.shape[0])
-        sums, count = lax.psum((sums, count), DATA)
+        sums, count = sum_over_rows((sums, count))
         groups = sums.pop("zero_advantage_groups")
         return {name: total / count for name, total in sums.items()} | {"zero_advantage_groups": groups}
 
     def update_drafter(
-        self, state: GrpoState, trajectory: Trajectory, examples: DraftExamples | None
+        self, mesh: Mesh, state: GrpoState, trajectory: Trajectory, examples: DraftExamples | None
     ) -> tuple[GrpoState, dict[str, Array]]:
         """One optimizer step of the draft head; the state as it is where the head is not trained."""
         head = head_of(state.draft)
@@ -335,7 +348,6 @@ class GrpoStep:
             return state, {}
         stats = trajectory.stats
         accepted = 1.0 + stats.accepted.astype(jnp.float32) / jnp.maximum(stats.rounds, 1).astype(jnp.float32)
-        head, opt_state, metrics = self.drafting.update(
-            head, state.draft_opt_state, state.params.embed, examples, accepted
-        )
+        embed = Layout(mesh, self.engine.policy.num_kv_heads).gather({"embed": state.params.embed})["embed"]
+        head, opt_state, metrics = self.drafting.update(mesh, head, state.draft_opt_state, embed, examples, accepted)
         return dataclasses.replace(state, draft=with_head(state.draft, head), draft_opt_state=opt_state), metrics

@@ -10,6 +10,7 @@ import optax
 from jaxtyping import Array, Float
 
 from specrl_jax.errors import InputError
+from specrl_jax.parallel.sharding import field_name
 
 # Tables of tokens are no linear maps of activations; Muon leaves them, norms and biases to Adam.
 NOT_MUON = ("embed", "head", "norm", "bias", "markov_in", "markov_out", "confidence_kernel")
@@ -98,17 +99,11 @@ def learning_rate_schedule(config: OptimizerConfig, peak: float | None = None) -
     return lambda step: joined(jnp.asarray(step, jnp.float32))
 
 
-def _field_name(path: tuple[Any, ...]) -> str:
-    """Innermost field of a dataclass or key of a dict on the path to a leaf."""
-    names = [getattr(entry, "name", getattr(entry, "key", None)) for entry in path]
-    return next((name for name in reversed(names) if isinstance(name, str)), "")
-
-
 def muon_parameters(params: Any) -> Any:
     """True for the matrices that Muon moves, by the name of their field; the same structure as `params`."""
 
     def is_muon(path: tuple[Any, ...], leaf: Array) -> bool:
-        name = _field_name(path)
+        name = field_name(path)
         return leaf.ndim == 2 and not name.endswith(NOT_MUON)
 
     return jax.tree_util.tree_map_with_path(is_muon, params)

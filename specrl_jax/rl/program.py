@@ -5,7 +5,7 @@ are the same pieces one by one, for rewards computed on the host and for timing.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -18,29 +18,15 @@ from jaxtyping import Array, Float
 
 from specrl_jax.data.arithmetic import Split
 from specrl_jax.data.prompts import Prompts
+from specrl_jax.drafters.combined import head_of, with_head
 from specrl_jax.errors import InputError
-from specrl_jax.parallel.mesh import DATA
+from specrl_jax.parallel.sharding import ROWS, Layout, check_splits, over_mesh, replicated, row_devices
 from specrl_jax.rl.advantages import shuffle_within_groups
 from specrl_jax.rl.drafting import DraftExamples
 from specrl_jax.rl.grpo import GrpoState, GrpoStep
 from specrl_jax.rl.microbatches import check_microbatch
 from specrl_jax.rl.tasks import InGraphTask, for_every_sample
-from specrl_jax.rollout.trajectory import Trajectory
-
-
-def trajectory_specs(rows: P) -> Any:
-    """Partition of a trajectory: rows as given, counts replicated."""
-    names = ("prompts", "tokens", "log_probs", "thresholds", "lengths", "ended")
-    return Trajectory(**dict.fromkeys(names, rows), entropy_sum=P(), stats=P(), control=P())  # type: ignore[arg-type]  # a prefix of specs, not arrays
-
-
-def over_mesh(mesh: Mesh, fn: Callable[..., Any], in_specs: Any, out_specs: Any) -> Any:
-    """`fn` compiled with its arguments split over the mesh.
-
-    Replication is not checked: loops whose trip counts differ between devices defeat the
-    checker. Every replicated output is a sum over the mesh or computed from such sums.
-    """
-    return jax.jit(jax.shard_map(fn, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False))
+from specrl_jax.rollout.trajectory import Trajectory, trajectory_specs
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,7 +45,10 @@ class GrpoProgram:
     shuffle_rewards: bool = False
 
     def __post_init__(self) -> None:
-        devices, update = self.mesh.shape[DATA], self.step.update_config
+        check_splits("policy", self.step.engine.policy, self.mesh)
+        if self._head is not None:
+            check_splits("draft head", self._head, self.mesh)
+        devices, update = row_devices(self.mesh), self.step.update_config
         parts = devices * update.updates_per_rollout
         if self.groups % parts:
             raise InputError(
@@ -72,11 +61,57 @@ class GrpoProgram:
             kept = update.updates_per_rollout * (sequences // update.microbatch.rows) * update.draft_sequences
             check_microbatch(self.step.drafting.microbatch, kept)
 
+    @property
+    def _head(self) -> Any:
+        """Architecture of the draft model, or None."""
+        drafter = self.step.engine.drafter
+        return getattr(getattr(drafter, "head", drafter), "config", None)
+
+    def shardings(self, state: GrpoState) -> GrpoState:
+        """Where the arrays of a state lie between steps; `state` may hold shapes."""
+        policy = Layout(self.mesh, self.step.engine.policy.num_kv_heads)
+        head = Layout(self.mesh, getattr(self._head, "num_kv_heads", 1))
+        rest, weights = jax.tree.map(lambda _: replicated(self.mesh), state), head_of(state.draft)
+        return replace(
+            rest,
+            params=policy.stored(state.params),
+            opt_state=policy.stored(state.opt_state),
+            reference=policy.stored(state.reference),
+            draft=rest.draft if weights is None else with_head(rest.draft, head.stored(weights)),
+            draft_opt_state=head.stored(state.draft_opt_state),
+        )
+
+    def place(self, state: GrpoState) -> GrpoState:
+        """A copy of the state as the programs return it; `scanned` overwrites its argument."""
+        # One by one: an array that occurs twice (a norm of the policy in the head) cannot be given away twice.
+        return jax.tree.map(lambda x, where: jax.device_put(jnp.copy(x), where), state, self.shardings(state))
+
+    def _kept(self, state: GrpoState) -> GrpoState:
+        return lax.with_sharding_constraint(state, self.shardings(state))
+
+    def _on_rows(self, fn: Callable[..., Any], in_specs: Any, out_specs: Any) -> Any:
+        """Every device on its own rows, compiled."""
+        return jax.jit(over_mesh(self.mesh, fn, in_specs, out_specs))
+
+    @cached_property
+    def gather(self) -> Callable[[GrpoState], GrpoState]:
+        """What a rollout reads of a state, in its layout: the gather of the training's weights, once per step."""
+
+        def run(state: GrpoState) -> GrpoState:
+            policy = Layout(self.mesh, self.step.engine.policy.num_kv_heads)
+            draft, weights = state.draft, head_of(state.draft)
+            if weights is not None:
+                draft = with_head(draft, Layout(self.mesh, getattr(self._head, "num_kv_heads", 1)).gather(weights))
+            lean = replace(state, opt_state=None, draft_opt_state=None, reference=None)
+            return replace(lean, params=policy.gather(state.params), draft=draft)
+
+        return jax.jit(run)
+
     def _issue(self, state: GrpoState, split: Split = "train") -> tuple[Prompts, Any]:
         if self.task is None:
             raise ValueError("this task's prompts come from the host")
-        local = self.groups // self.mesh.shape[DATA]
-        first = state.issued + jnp.uint32(local) * lax.axis_index(DATA).astype(jnp.uint32)
+        local = self.groups // row_devices(self.mesh)
+        first = state.issued + jnp.uint32(local) * lax.axis_index(ROWS).astype(jnp.uint32)
         return self.task.issue(split, first + jnp.arange(local, dtype=jnp.uint32))
 
     def _reward(self, state: GrpoState, problems: Any, trajectory: Trajectory) -> Float[Array, "b"]:
@@ -94,26 +129,29 @@ class GrpoProgram:
         return shuffle_within_groups(rewards, self.step.samples, key, trajectory.prompts.row_ids)
 
     def _one_step(self, state: GrpoState, _: None) -> tuple[GrpoState, tuple[Any, Trajectory, Array]]:
-        prompts, problems = self._issue(state)
-        trajectory = self.step.rollout(state, prompts)
-        rewards = self._reward(state, problems, trajectory)
-        state, metrics, examples = self.step.update(state, trajectory, self.step.prepare(state, trajectory), rewards)
-        state, draft_metrics = self.step.update_drafter(state, trajectory, examples)
+        rollout_state = self.gather(state)
+        prompts, problems = self.issue(rollout_state)
+        trajectory = self.rollout(rollout_state, prompts)
+        rewards = self.reward(rollout_state, problems, trajectory)
+        state, metrics, examples = self.update(state, trajectory, self.prepare(state, trajectory), rewards)
+        state, draft_metrics = self.update_drafter(state, trajectory, examples)
         return state, (metrics | draft_metrics, trajectory, rewards)
 
     def scanned(self, steps: int) -> Any:
-        """`steps` whole steps in one program: `state -> (state, (metrics, trajectories, rewards))`, steps first."""
+        """`steps` whole steps in one program: `state -> (state, (metrics, trajectories, rewards))`, steps first.
+
+        The state that goes in is overwritten.
+        """
 
         def run(state: GrpoState) -> Any:
             return lax.scan(self._one_step, state, None, length=steps)
 
-        rows = P(None, DATA)
-        return over_mesh(self.mesh, run, (P(),), (P(), (P(), trajectory_specs(rows), rows)))
+        return jax.jit(run, donate_argnums=0)
 
     @cached_property
     def issue(self) -> Callable[[GrpoState], tuple[Prompts, Any]]:
         """Next prompts of an in-graph task, and what its reward judges by."""
-        return over_mesh(self.mesh, self._issue, (P(),), (P(DATA), P(DATA)))
+        return self._on_rows(self._issue, (P(),), (P(ROWS), P(ROWS)))
 
     @cached_property
     def prefill(self) -> Callable[[GrpoState, Prompts], Any]:
@@ -124,40 +162,56 @@ class GrpoProgram:
             keys = self.step.noise_keys(state, prompts)
             return self.step.engine.start(state.params, draft, prompts, keys, state.control).rows
 
-        return over_mesh(self.mesh, run, (P(), P(DATA)), P(DATA))
+        return self._on_rows(run, (P(), P(ROWS)), P(ROWS))
 
     @cached_property
     def rollout(self) -> Callable[[GrpoState, Prompts], Trajectory]:
-        """Responses to prompts."""
-        return over_mesh(self.mesh, self.step.rollout, (P(), P(DATA)), trajectory_specs(P(DATA)))
+        """Responses to prompts; the state comes from `gather`."""
+        return self._on_rows(self.step.rollout, (P(), P(ROWS)), trajectory_specs(P(ROWS)))
 
     @cached_property
     def reward(self) -> Callable[[GrpoState, Any, Trajectory], Array]:
         """Rewards of an in-graph task."""
-        specs = (P(), P(DATA), trajectory_specs(P(DATA)))
-        return over_mesh(self.mesh, self._reward, specs, P(DATA))
+        specs = (P(), P(ROWS), trajectory_specs(P(ROWS)))
+        return self._on_rows(self._reward, specs, P(ROWS))
 
     @cached_property
     def hand_out(self) -> Callable[[GrpoState, Trajectory, Float[Array, "b"]], Float[Array, "b"]]:
         """Rewards from the host as they are given to the responses."""
-        specs = (P(), trajectory_specs(P(DATA)), P(DATA))
-        return over_mesh(self.mesh, self._handed_out, specs, P(DATA))
+        specs = (P(), trajectory_specs(P(ROWS)), P(ROWS))
+        return self._on_rows(self._handed_out, specs, P(ROWS))
 
     @cached_property
     def prepare(self) -> Callable[[GrpoState, Trajectory], Any]:
         """Old and reference log-probs."""
-        return over_mesh(self.mesh, self.step.prepare, (P(), trajectory_specs(P(DATA))), P(DATA))
+        on_rows = over_mesh(self.mesh, self.step.prepare, (P(), trajectory_specs(P(ROWS))), P(ROWS))
+        policy = Layout(self.mesh, self.step.engine.policy.num_kv_heads)
+
+        def run(state: GrpoState, trajectory: Trajectory) -> Any:
+            lean = replace(state, opt_state=None, draft_opt_state=None, draft=None)
+            params, reference = policy.gather((state.params, state.reference))
+            return on_rows(replace(lean, params=params, reference=reference), trajectory)
+
+        return jax.jit(run)
 
     @cached_property
     def update(self) -> Callable[..., tuple[GrpoState, dict[str, Array], DraftExamples | None]]:
         """Policy updates: `(state, trajectory, prepared, rewards) -> (state, metrics, examples)`."""
-        specs = (P(), trajectory_specs(P(DATA)), P(DATA), P(DATA))
-        return over_mesh(self.mesh, self.step.update, specs, (P(), P(), P(DATA)))
+
+        def run(*args: Any) -> Any:
+            state, metrics, examples = self.step.update(self.mesh, *args)
+            return self._kept(state), metrics, examples
+
+        return jax.jit(run)
 
     @cached_property
     def update_drafter(
         self,
     ) -> Callable[[GrpoState, Trajectory, DraftExamples | None], tuple[GrpoState, dict[str, Array]]]:
         """One step of the draft head."""
-        specs = (P(), trajectory_specs(P(DATA)), P(DATA))
-        return over_mesh(self.mesh, self.step.update_drafter, specs, (P(), P()))
+
+        def run(*args: Any) -> Any:
+            state, metrics = self.step.update_drafter(self.mesh, *args)
+            return self._kept(state), metrics
+
+        return jax.jit(run)

@@ -36,11 +36,15 @@ class Scores:
 
 @dataclass(frozen=True)
 class Scorer:
-    """How sequences are scored: the numerics of the rollout, and its law (or that before the filters)."""
+    """How sequences are scored: the numerics of the rollout, and its law (or that before the filters).
+
+    remat: the gradient computes every layer's insides again instead of keeping them.
+    """
 
     policy: PolicyConfig
     law: SamplingLaw
     numerics: Numerics
+    remat: bool = False
 
     def score(self, params: PolicyParams, sequences: Sequences, boundaries: tuple[int, ...] = ()) -> Scores:
         """Log-probs of every token; with `boundaries` also what a drafter learns from."""
@@ -52,6 +56,7 @@ class Scorer:
             grid_batch(sequences.tokens, positions),
             numerics=self.numerics,
             boundaries=boundaries,
+            remat=self.remat,
         )
         following = jnp.roll(sequences.tokens, -1, axis=1).reshape(-1)
         law, log_law = score_tokens(

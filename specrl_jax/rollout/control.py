@@ -17,10 +17,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import struct
-from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from specrl_jax.errors import InputError
+from specrl_jax.parallel.sharding import sum_over_rows
 
 BINS = 16
 _MEMORY = 0.98  # of a row's record, per round; half of it is 34 rounds old
@@ -233,8 +233,8 @@ def learn(
     return control, record * _MEMORY + seen
 
 
-def merge(before: Control, after: Control, axis: str) -> Control:
-    """What the devices of a mesh axis learned in a rollout, together; all of them began with `before`."""
+def merge(before: Control, after: Control) -> Control:
+    """What the devices of a mesh learned in a rollout, together; all of them began with `before`."""
     before = forget(before)
-    drafted, accepted = lax.psum((after.drafted - before.drafted, after.accepted - before.accepted), axis)
+    drafted, accepted = sum_over_rows((after.drafted - before.drafted, after.accepted - before.accepted))
     return replace(before, drafted=before.drafted + drafted, accepted=before.accepted + accepted)

@@ -202,7 +202,9 @@ class TokenLaw:
 
 
 def _describe(log_law: Float[Array, "n v"], token: Int[Array, "n"], threshold: Float[Array, "n"]) -> TokenLaw:
-    log_prob = jnp.take_along_axis(log_law, token[:, None], axis=1)[:, 0]
+    # A sum, not a gather: the vocabulary may be split over devices.
+    chosen = jnp.arange(log_law.shape[1], dtype=jnp.int32)[None] == token[:, None]
+    log_prob = jnp.sum(jnp.where(chosen, log_law, 0.0), axis=1)
     entropy = -jnp.sum(jnp.exp(log_law) * jnp.maximum(log_law, -1e30), axis=-1)
     return TokenLaw(token, log_prob, entropy, threshold)
 

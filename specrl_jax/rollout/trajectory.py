@@ -1,7 +1,10 @@
 """What a rollout returns, and the sequences that training reads."""
 
+from typing import Any
+
 import jax.numpy as jnp
 from flax import struct
+from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float, Int
 
 from specrl_jax.data.prompts import Prompts
@@ -110,3 +113,9 @@ def to_sequences(trajectory: Trajectory) -> Sequences:
         log_probs=jnp.where(in_response, log_probs, 0.0),
         thresholds=thresholds,
     )
+
+
+def trajectory_specs(rows: P) -> Any:
+    """Partition of a trajectory: rows as given, counts replicated."""
+    names = ("prompts", "tokens", "log_probs", "thresholds", "lengths", "ended")
+    return Trajectory(**dict.fromkeys(names, rows), entropy_sum=P(), stats=P(), control=P())  # type: ignore[arg-type]  # a prefix of specs, not arrays

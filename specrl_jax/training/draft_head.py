@@ -15,9 +15,8 @@ from jaxtyping import Array, Int
 
 from specrl_jax.drafters.heads import HeadParams
 from specrl_jax.models.params import PolicyParams
-from specrl_jax.parallel.mesh import DATA
+from specrl_jax.parallel.sharding import ROWS, Layout, over_mesh
 from specrl_jax.rl.drafting import DraftTraining
-from specrl_jax.rl.program import over_mesh
 from specrl_jax.rollout.trajectory import Sequences
 
 
@@ -57,15 +56,24 @@ class OfflineDraftTraining:
 def _program(training: DraftTraining, sequences: int, mesh: Mesh, steps: int) -> Any:
     """`(state, policy, corpus, seed) -> (state, metrics)`; equal trainings share one, whatever their seeds."""
 
+    head, its_policy = Layout(mesh, training.head.num_kv_heads), Layout(mesh, training.scorer.policy.num_kv_heads)
+
+    def learned_from(policy: PolicyParams, corpus: Sequences, step: Int[Array, ""], seed: Int[Array, ""]) -> Any:
+        return training.examples(policy, _batch(corpus, sequences, step, seed))
+
+    on_rows = over_mesh(mesh, learned_from, (P(), P(ROWS), P(), P()), P(ROWS))
+
     def run(state: DraftState, policy: PolicyParams, corpus: Sequences, seed: Int[Array, ""]) -> Any:
+        policy = its_policy.gather(policy)
+
         def one(state: DraftState, _: None) -> tuple[DraftState, dict[str, Array]]:
-            examples = training.examples(policy, _batch(corpus, sequences, state.step, seed))
-            draft, opt_state, metrics = training.update(state.draft, state.opt_state, policy.embed, examples)
-            return DraftState(draft, opt_state, state.step + 1), metrics
+            examples = on_rows(policy, corpus, state.step, seed)
+            draft, opt_state, metrics = training.update(mesh, state.draft, state.opt_state, policy.embed, examples)
+            return head.keep(DraftState(draft, opt_state, state.step + 1)), metrics
 
         return lax.scan(one, state, None, length=steps)
 
-    return over_mesh(mesh, run, (P(), P(), P(DATA), P()), (P(), P()))
+    return jax.jit(run)
 
 
 def _batch(corpus: Sequences, sequences: int, step: Int[Array, ""], seed: Int[Array, ""]) -> Sequences:

@@ -14,8 +14,6 @@ from typing import Any, Protocol, runtime_checkable
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
 
 from specrl_jax.data.prompts import Prompts
 from specrl_jax.rl.grpo import GrpoState
@@ -92,15 +90,11 @@ class GrpoRun:
     _scans: dict[int, Any] = field(default_factory=dict)
     _compiled: bool = False
 
-    def _place(self, state: GrpoState) -> GrpoState:
-        """Replicated over the mesh, as the programs return it: a second placement would compile them twice."""
-        return jax.device_put(state, NamedSharding(self.program.mesh, P()))
-
     def run(self, state: GrpoState) -> RunReport:
         """Run to the last step, from the folder's last checkpoint where there is one."""
         checkpoints = grpo_checkpoints(self.folder)
         done, dispatches, size = 0, 0, 0
-        state = self._place(state)
+        state = self.program.place(state)
         if latest_step(checkpoints) is not None:
             state, meta = restore_checkpoint(checkpoints, state)
             done, dispatches, size = meta["step"], meta["dispatches"], meta["trajectory_bytes"]
@@ -186,21 +180,22 @@ class GrpoRun:
     ) -> tuple[GrpoState, dict[str, Any], Trajectory, np.ndarray]:
         """One step in pieces, each timed with its result waited for; without `judge` no host reward is asked for."""
         program, clock = self.program, _Clock()
+        served = clock("time_weight_sync_s", program.gather, state)
         if self.host_task is None:
-            prompts, problems = clock("time_data_s", program.issue, state)
+            prompts, problems = clock("time_data_s", program.issue, served)
         else:
             prompts, problems = clock("time_data_s", self.host_task.issue, step)
-        trajectory = clock("time_rollout_s", program.rollout, state, prompts)
+        trajectory = clock("time_rollout_s", program.rollout, served, prompts)
         if self.host_task is None:
-            rewards = clock("time_reward_s", program.reward, state, problems, trajectory)
+            rewards = clock("time_reward_s", program.reward, served, problems, trajectory)
         else:
-            rewards = clock("time_reward_s", self._host_reward, state, problems, trajectory, judge)
+            rewards = clock("time_reward_s", self._host_reward, served, problems, trajectory, judge)
         prepared = clock("time_logprob_s", program.prepare, state, trajectory)
         new_state, metrics, examples = clock("time_update_s", program.update, state, trajectory, prepared, rewards)
         new_state, draft_metrics = clock("time_draft_update_s", program.update_drafter, new_state, trajectory, examples)
         times = clock.seconds | {"time_step_s": sum(clock.seconds.values())}
         # Prefill is part of the rollout; alone it is timed beside the step.
-        clock("time_prefill_s", program.prefill, state, prompts)
+        clock("time_prefill_s", program.prefill, served, prompts)
         times["time_prefill_s"] = clock.seconds["time_prefill_s"]
         host = jax.device_get(trajectory)
         row = {name: _plain(value) for name, value in (metrics | draft_metrics).items()}

@@ -8,18 +8,16 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Int
 
 from specrl_jax.data.prompts import Prompts
 from specrl_jax.models.params import PolicyParams
-from specrl_jax.parallel.mesh import DATA
-from specrl_jax.rl.program import over_mesh, trajectory_specs
+from specrl_jax.parallel.sharding import ROWS, Layout, over_mesh, row_devices, sum_over_rows
 from specrl_jax.rollout.engine import RolloutEngine
 from specrl_jax.rollout.noise import Purpose, sequence_keys
-from specrl_jax.rollout.trajectory import Trajectory
+from specrl_jax.rollout.trajectory import Trajectory, trajectory_specs
 
 # Fields of a trajectory with a row per response.
 _OF_RESPONSES = ("tokens", "log_probs", "thresholds", "lengths", "ended")
@@ -34,10 +32,15 @@ def _rollout_program(engine: RolloutEngine, mesh: Mesh, purpose: Purpose) -> Any
         index = jnp.tile(jnp.arange(samples, dtype=jnp.int32), prompts.tokens.shape[0])
         keys = sequence_keys(seed, purpose, 0, jnp.repeat(prompts.row_ids, samples), index)
         trajectory = engine.rollout(params, draft, prompts, keys)
-        stats, entropy = lax.psum((trajectory.stats, trajectory.entropy_sum), DATA)
+        stats, entropy = sum_over_rows((trajectory.stats, trajectory.entropy_sum))
         return replace(trajectory, stats=stats, entropy_sum=entropy)
 
-    return over_mesh(mesh, run, (P(), P(), P(DATA), P()), trajectory_specs(P(DATA)))
+    on_rows = over_mesh(mesh, run, (P(), P(), P(ROWS), P()), trajectory_specs(P(ROWS)))
+
+    def program(params: PolicyParams, draft: Any, prompts: Prompts, seed: Int[Array, ""]) -> Trajectory:
+        return on_rows(Layout(mesh, engine.policy.num_kv_heads).gather(params), draft, prompts, seed)
+
+    return jax.jit(program)
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,7 +64,7 @@ class Sampler:
 
     @property
     def _size(self) -> int:
-        devices = self.mesh.shape[DATA]
+        devices = row_devices(self.mesh)
         return -(-self.batch // devices) * devices
 
     def _draft(self, draft: Any) -> Any:

@@ -6,8 +6,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import jax
-from jax.sharding import Mesh, NamedSharding
-from jax.sharding import PartitionSpec as P
 
 from specrl_jax.training.checkpoints import latest_step, restore_checkpoint, save_checkpoint
 
@@ -16,7 +14,6 @@ StateT = TypeVar("StateT")
 
 def run_stage(
     folder: Path,
-    mesh: Mesh,
     state: StateT,
     *,
     total: int,
@@ -29,8 +26,7 @@ def run_stage(
 
     Args:
         folder: of the stage's checkpoints.
-        mesh: the state is replicated over it.
-        state: before the first update.
+        state: before the first update, where its program keeps it on the mesh.
         total, chunk: updates in all, and per dispatch.
         program: `program(n)` is a compiled `state -> (state, metrics)` of `n` updates.
         on_chunk: called with updates done, updates in this dispatch, and its metrics (steps first);
@@ -40,7 +36,6 @@ def run_stage(
     Returns:
         The state, and the seconds spent; a resumed stage goes on counting from its checkpoint.
     """
-    state = jax.device_put(state, NamedSharding(mesh, P()))
     done, finished = latest_step(folder) or 0, False
     if done:
         state, meta = restore_checkpoint(folder, state)

@@ -15,11 +15,10 @@ from jaxtyping import Array, Bool, Int
 
 from specrl_jax.models.numerics import isolated
 from specrl_jax.models.params import PolicyParams
-from specrl_jax.parallel.mesh import DATA
+from specrl_jax.parallel.sharding import Layout, over_mesh, sum_over_rows
 from specrl_jax.rl.losses import masked_mean
 from specrl_jax.rl.microbatches import MicrobatchConfig, over_microbatches
 from specrl_jax.rl.optimizers import OptimizerConfig, apply_gradients, make_optimizer
-from specrl_jax.rl.program import over_mesh
 from specrl_jax.rl.scoring import Scorer
 from specrl_jax.rollout.trajectory import Sequences
 
@@ -71,12 +70,9 @@ class SupervisedTraining:
         """The state before the first update."""
         return SupervisedState(params, self._optimizer.init(params), jnp.int32(0))
 
-    def update(self, state: SupervisedState, sequences: Sequences) -> tuple[SupervisedState, dict[str, Array]]:
-        """One optimizer step on the mean negative log-likelihood of the masked tokens.
-
-        Runs inside `shard_map`; gradients are summed over the data axis.
-        """
-        tokens = lax.psum(jnp.sum(sequences.mask, dtype=jnp.float32), DATA)
+    def _summed_gradients(self, params: PolicyParams, sequences: Sequences) -> tuple[PolicyParams, dict[str, Array]]:
+        """Gradient of the mean negative log-likelihood of the masked tokens, summed over the mesh, and metrics."""
+        tokens = sum_over_rows(jnp.sum(sequences.mask, dtype=jnp.float32))
 
         def gradients(params: PolicyParams, micro: Sequences) -> tuple[Any, Any]:
             def loss(params: PolicyParams) -> Array:
@@ -85,23 +81,34 @@ class SupervisedTraining:
 
             return jax.value_and_grad(loss)(params), ()
 
-        sums, _ = over_microbatches(gradients, state.params, sequences, sequences.lengths, self.microbatch)
-        loss, grads = lax.psum(sums, DATA)
-        params, opt_state, norm = isolated(
-            lambda *args: apply_gradients(self._optimizer, *args), state.params, state.opt_state, grads
-        )
-        metrics = {"loss": loss, "grad_norm": norm, "tokens": tokens}
-        return SupervisedState(params, opt_state, state.step + 1), metrics
+        sums, _ = over_microbatches(gradients, params, sequences, sequences.lengths, self.microbatch)
+        loss, grads = sum_over_rows(sums)
+        return grads, {"loss": loss, "tokens": tokens}
 
     def program(
         self, mesh: Mesh, examples: Examples, steps: int
     ) -> Callable[[SupervisedState, Any], tuple[SupervisedState, dict[str, Array]]]:
         """`steps` updates as one compiled scan over `(state, corpus)`; metrics come back with the step first."""
 
+        layout = Layout(mesh, self.scorer.policy.num_kv_heads)
+
+        def learn(params: PolicyParams, step: Int[Array, ""], corpus: Any) -> Any:
+            return self._summed_gradients(params, examples(step, corpus))
+
+        on_rows = over_mesh(mesh, learn, (P(), P(), P()), (P(), P()))
+
         def run(state: SupervisedState, corpus: Any) -> tuple[SupervisedState, dict[str, Array]]:
             def one(state: SupervisedState, _: None) -> tuple[SupervisedState, dict[str, Array]]:
-                return self.update(state, examples(state.step, corpus))
+                grads, metrics = on_rows(layout.gather(state.params), state.step, corpus)
+                params, opt_state, norm = isolated(
+                    lambda *args: apply_gradients(self._optimizer, *args),
+                    state.params,
+                    state.opt_state,
+                    layout.keep(grads),
+                )
+                after = SupervisedState(params, opt_state, state.step + 1)
+                return layout.keep(after), metrics | {"grad_norm": norm}
 
             return lax.scan(one, state, None, length=steps)
 
-        return over_mesh(mesh, run, (P(), P()), (P(), P()))
+        return jax.jit(run)

@@ -23,7 +23,7 @@ from specrl_jax.data.layouts import Example
 from specrl_jax.data.prompts import Prompts
 from specrl_jax.data.symbols import SymbolTable, symbol_table
 from specrl_jax.errors import InputError
-from specrl_jax.parallel.mesh import DATA
+from specrl_jax.parallel.sharding import ROWS
 from specrl_jax.rl.rewards import Reward, score
 from specrl_jax.rl.tasks import ArithmeticTask, InGraphTask, for_every_sample
 from specrl_jax.rollout.trajectory import Sequences, Trajectory
@@ -127,7 +127,7 @@ class ArithmeticWorkload:
     def supervised(self, step: Int[Array, ""], corpus: tuple[()]) -> Sequences:
         """Fresh problems of the training split with their workings."""
         batch = self.supervised_batch
-        index = step * lax.axis_size(DATA) + lax.axis_index(DATA)
+        index = step * lax.axis_size(ROWS) + lax.axis_index(ROWS)
         counters = _SUPERVISED_COUNTERS + index * batch + jnp.arange(batch, dtype=jnp.int32)
         problems = arithmetic.sample_problems(self.config, "train", self.seed, counters.astype(jnp.uint32))
         prompts = arithmetic.encode_prompts(self.table, problems)
@@ -254,7 +254,7 @@ class JsonlWorkload:
 
     def supervised(self, step: Int[Array, ""], corpus: tuple[Sequences, Sequences]) -> Sequences:
         """A random batch; the first `focus` of it comes from the RL examples."""
-        key = jax.random.fold_in(jax.random.fold_in(jax.random.key(self.seed), step), lax.axis_index(DATA))
+        key = jax.random.fold_in(jax.random.fold_in(jax.random.key(self.seed), step), lax.axis_index(ROWS))
         focused = round(self.supervised_batch * self.focus)
 
         def draw(sequences: Sequences, count: int, key: Array) -> Sequences:

@@ -24,6 +24,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from specrl_jax.errors import InputError
 from specrl_jax.parallel.mesh import request_cpu_devices, unused_accelerator
+from specrl_jax.training.termination import Stopped, termination_saves
 
 ConfigT = TypeVar("ConfigT")
 
@@ -138,7 +139,10 @@ def run_main(main: Callable[[ConfigT], None], config: type[ConfigT], presets: Ma
         parsed = parse_config(config, presets, sys.argv[1:], script=script, description=description)
         request_cpu_devices(getattr(parsed, "mesh", "auto"))
         configure_jax()
-        main(parsed)
+        with termination_saves():
+            main(parsed)
+    except Stopped:
+        print("stopped by SIGTERM; go on with --resume", file=sys.stderr)
     except InputError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)

@@ -176,7 +176,7 @@ def open_model(options: ModelOptions, run: RunOptions, prompts: int) -> Model:
     tokenizer = load_tokenizer(options.policy)
     check_tokenizer_fits(tokenizer, policy)
     drafter, draft = load_drafter(options.drafter, policy, tokenizer) if options.drafter else (None, None)
-    params, policy = load_policy(options.policy, options.dtype)
+    params, policy = load_policy(options.policy, options.dtype, mesh)
     if drafter is not None and draft is not None:
         drafter, draft = for_policy(drafter, draft, params)
     numerics = default_numerics(options.numerics, policy.dtype)

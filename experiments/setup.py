@@ -22,7 +22,7 @@ from specrl_jax.models.huggingface_config import config_to_hf
 from specrl_jax.models.numerics import Numerics
 from specrl_jax.models.params import PolicyParams
 from specrl_jax.parallel.mesh import MeshConfig, auto_mesh, parse_mesh
-from specrl_jax.parallel.sharding import row_devices
+from specrl_jax.parallel.sharding import check_splits, row_devices
 from specrl_jax.rl.microbatches import check_microbatch
 from specrl_jax.rl.program import GrpoProgram
 from specrl_jax.rl.rewards import Reward, answer_reward, load_reward
@@ -167,10 +167,12 @@ def _text(prompt: Any) -> str:
     return prompt if isinstance(prompt, str) else "\n".join(message["content"] for message in prompt)
 
 
-def load_or_shape_policy(config: Any, tokenizer: PreTrainedTokenizerFast) -> tuple[PolicyParams | None, PolicyConfig]:
-    """The policy of `--policy`, or None and the shape of one to be made."""
+def load_or_shape_policy(
+    config: Any, tokenizer: PreTrainedTokenizerFast, mesh: Mesh
+) -> tuple[PolicyParams | None, PolicyConfig]:
+    """The policy of `--policy` on the mesh, or None and the shape of one to be made."""
     if config.policy:
-        params, policy = load_policy(config.policy, config.dtype)
+        params, policy = load_policy(config.policy, config.dtype, mesh)
         check_tokenizer_fits(tokenizer, policy)
         return params, policy
     shape = config.shape
@@ -186,6 +188,7 @@ def load_or_shape_policy(config: Any, tokenizer: PreTrainedTokenizerFast) -> tup
         rope=RopeConfig(),
         dtype=config.dtype,
     )
+    check_splits("policy", policy, mesh)
     config_to_hf(policy)  # refuses a shape that transformers cannot load
     check_tokenizer_fits(tokenizer, policy)
     return None, policy

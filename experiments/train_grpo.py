@@ -116,7 +116,8 @@ class Session:
     def scorer(self) -> Scorer:
         """The training forward."""
         law = self.config.law.law(self.workload.end_ids)
-        return Scorer(self.policy, law.full if self.config.loss_on == "full" else law, self.numerics)
+        law = law.full if self.config.loss_on == "full" else law
+        return Scorer(self.policy, law, self.numerics, self.config.remat)
 
     def draft_training(self, optimizer: OptimizerConfig) -> DraftTraining:
         """Training of the draft head."""
@@ -298,7 +299,7 @@ def run_arm(session: Session, label: str, folder: Path, draft_length: int, start
 
         run = GrpoRun(
             program=program,
-            config=RunConfig(config.steps, config.scan_steps, config.eval_every),
+            config=RunConfig(config.steps, config.scan_steps, config.eval_every, config.most_skipped),
             folder=folder,
             evaluate=evaluate,
             on_step=on_step,
@@ -339,7 +340,7 @@ def open_session(config: Config) -> tuple[Session, PolicyParams | None, DraftMod
     if mesh.size < len(jax.devices()):
         print(f"using {mesh.size} of {len(jax.devices())} devices; choose with --mesh, and batches that split over it")
     workload = build_workload(config, mesh)
-    params, policy = load_or_shape_policy(config, workload.tokenizer)
+    params, policy = load_or_shape_policy(config, workload.tokenizer, mesh)
     if config.drafter is not None:
         drafter, draft = load_drafter(config.drafter, policy, workload.tokenizer)
         if params is not None:

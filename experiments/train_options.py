@@ -113,6 +113,10 @@ class Config:
     updates_per_rollout: int = 2
     epochs: int = 1
     microbatch: MicrobatchConfig = MicrobatchConfig(16, (0.27, 0.4, 0.7, 1.0))
+    remat: bool = False
+    """The gradient computes every layer's insides again instead of keeping them: less memory, more time."""
+    most_skipped: int = 10
+    """Updates in a row whose gradients are not finite, at which the run ends; each of them is left out."""
     recompute_logprobs: bool = False
     loss_on: Literal["support", "full"] = "support"
     """support: log-probs of the law that was sampled, filters included; full: without top-k, top-p and min-p."""
@@ -138,7 +142,7 @@ class Config:
 
     def __post_init__(self) -> None:
         check_least("", self, steps=1, scan_steps=1, prompts=1, samples=2, max_prompt_tokens=1, data_limit=1)
-        check_least("", self, updates_per_rollout=1, epochs=1, history=1)
+        check_least("", self, updates_per_rollout=1, epochs=1, history=1, most_skipped=1)
         check_least("", self, eval_problems=2, eval_every=0, sample_every=0)
         if self.law.temperature == 0.0:
             raise InputError("--temperature is 0.0: all responses of a group would be one; choose a value above 0")

@@ -157,7 +157,7 @@ def test_prompts_longer_than_the_cache_are_refused(refused, models):
         ("--shape.hidden-size 0", "--shape.hidden-size is 0; it must be at least 1"),
         ("--mesh data=99", "takes 99 devices but jax sees 8"),
         ("--mesh rows=2", 'unknown axis "rows"'),
-        ("--mesh fsdp=2", "--mesh fsdp=2: parameters are not split over devices yet; use data=N alone"),
+        ("--mesh tensor=4", "mesh axis tensor is 4 and does not divide the policy's num_heads of 2"),
         ("--seed -1", "--seed is -1"),
         ("--task jsonl", "--task jsonl needs --data"),
         ("--data some.jsonl", "--data, --eval-data, --reward and --warmup.data belong to --task jsonl"),

@@ -8,6 +8,7 @@ from typing import Any
 import huggingface_hub
 import numpy as np
 from huggingface_hub.errors import HfHubHTTPError
+from jax.sharding import Mesh
 
 from specrl_jax.errors import InputError
 from specrl_jax.models.config import Dtype, PolicyConfig
@@ -15,6 +16,7 @@ from specrl_jax.models.folders import replaced_folder
 from specrl_jax.models.huggingface_config import config_from_hf, config_to_hf
 from specrl_jax.models.params import PolicyParams
 from specrl_jax.models.weights import policy_tensors, read_json, read_params, write_tensors
+from specrl_jax.parallel.sharding import check_splits
 
 _SHARD_BYTES = 5 * 10**9
 _DOWNLOADED = ["*.json", "*.safetensors", "*.jinja", "merges.txt", "vocab.txt", "tokenizer.model"]
@@ -50,12 +52,15 @@ def load_config(source: str | Path) -> PolicyConfig:
         raise InputError(f"{file}: {error}") from None
 
 
-def load_policy(source: str | Path, dtype: Dtype | None = None) -> tuple[PolicyParams, PolicyConfig]:
+def load_policy(
+    source: str | Path, dtype: Dtype | None = None, mesh: Mesh | None = None
+) -> tuple[PolicyParams, PolicyConfig]:
     """A policy from a folder or a hub name.
 
     Args:
         source: folder with config.json and safetensors, or the name of a model on the hub.
         dtype: type of the parameters; by default the one that config.json names.
+        mesh: where to put the parameters, each device its own part; None: whole on the default device.
 
     Raises:
         InputError: see `config_from_hf` and `weights.read_params`; names the file and the tensor.
@@ -64,7 +69,9 @@ def load_policy(source: str | Path, dtype: Dtype | None = None) -> tuple[PolicyP
     config = load_config(folder)
     if dtype is not None:
         config = replace(config, dtype=dtype)
-    return read_params(folder, config), config
+    if mesh is not None:
+        check_splits("policy", config, mesh)
+    return read_params(folder, config, mesh), config
 
 
 def check_tokenizer_fits(tokenizer: Any, config: PolicyConfig) -> None:

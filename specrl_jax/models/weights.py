@@ -7,15 +7,19 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from huggingface_hub import split_state_dict_into_shards_factory
+from jax.sharding import Mesh
+from jaxtyping import Array
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from specrl_jax.errors import InputError
 from specrl_jax.models.config import PolicyConfig
 from specrl_jax.models.params import LayerParams, PolicyParams, layer_shapes
+from specrl_jax.parallel.sharding import Layout
 
 WEIGHTS_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -37,6 +41,7 @@ LAYER_NAMES = {
     "v_bias": "self_attn.v_proj.bias",
 }
 _EMBED, _FINAL_NORM, _HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
+_OUTER = {_EMBED: "embed", _FINAL_NORM: "final_norm", _HEAD: "head"}
 _FLOATS = ("F64", "F32", "F16", "BF16")
 
 
@@ -186,8 +191,26 @@ def _check_tensors(folder: Path, config: PolicyConfig, files: dict[str, Path]) -
             raise InputError(f"{file} has the unexpected tensor {name}; this architecture has no such weight")
 
 
-def read_params(folder: Path, config: PolicyConfig) -> PolicyParams:
-    """The parameters of a checkpoint folder, cast to `config.dtype`.
+def _read(opened: Any, name: str, field: str, dtype: Any, mesh: Mesh | None, kv_heads: int) -> Array:
+    """A tensor of an open file; on a mesh every device gets its own part, and only parts are read."""
+    if mesh is None:
+        return jnp.asarray(opened.get_tensor(name).astype(dtype))
+    on_disk = opened.get_slice(name)
+    shape = tuple(on_disk.get_shape())
+    sharding = Layout(mesh, kv_heads).stored({field: jax.ShapeDtypeStruct(shape, dtype)})[field]
+    parts: dict[str, np.ndarray] = {}
+
+    def part(index: Any) -> np.ndarray:
+        key = str(index)
+        if key not in parts:
+            parts[key] = np.asarray(on_disk[index]).astype(dtype)
+        return parts[key]
+
+    return jax.make_array_from_callback(shape, sharding, part)
+
+
+def read_params(folder: Path, config: PolicyConfig, mesh: Mesh | None = None) -> PolicyParams:
+    """The parameters of a checkpoint folder, cast to `config.dtype`; on a mesh as they are stored there.
 
     Raises:
         InputError: a file or tensor is missing, truncated, unexpected or of another shape than the config's.
@@ -203,15 +226,8 @@ def read_params(folder: Path, config: PolicyConfig) -> PolicyParams:
             for name in tensor_shapes(config):
                 if files[name] != file:
                     continue
-                value = opened.get_tensor(name).astype(dtype)
                 match = re.fullmatch(r"model\.layers\.(\d+)\.(.+)", name)
-                if match is not None:
-                    layers[int(match[1])][fields[match[2]]] = jnp.asarray(value)
-                else:
-                    outer[name] = jnp.asarray(value)
-    return PolicyParams(
-        embed=outer[_EMBED],
-        layers=tuple(LayerParams(**layer) for layer in layers),
-        final_norm=outer[_FINAL_NORM],
-        head=outer.get(_HEAD),
-    )
+                field = _OUTER[name] if match is None else fields[match[2]]
+                target = outer if match is None else layers[int(match[1])]
+                target[field] = _read(opened, name, field, dtype, mesh, config.num_kv_heads)
+    return PolicyParams(layers=tuple(LayerParams(**layer) for layer in layers), **outer)

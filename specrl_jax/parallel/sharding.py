@@ -88,6 +88,8 @@ def _spec(name: str, leaf: Any, kv_heads: int, sizes: Mapping[str, int]) -> P:
         over = None if axis is None else MESH_AXIS[axis]
         parts = kv_heads if axis == "kv_heads" else size
         axes.append(over if over and sizes[over] > 1 and parts % sizes[over] == 0 else None)
+    while axes and axes[-1] is None:
+        axes.pop()
     return P(*axes)
 
 

@@ -23,7 +23,7 @@ from specrl_jax.models.numerics import isolated
 from specrl_jax.models.params import PolicyParams
 from specrl_jax.parallel.sharding import ROWS, Layout, over_mesh, sum_over_rows
 from specrl_jax.rl.microbatches import MicrobatchConfig, over_microbatches, sorted_order
-from specrl_jax.rl.optimizers import OptimizerConfig, apply_gradients, make_optimizer
+from specrl_jax.rl.optimizers import OptimizerConfig, apply_gradients, make_optimizer, skipped_updates
 from specrl_jax.rl.scoring import Scorer
 from specrl_jax.rollout.trajectory import Sequences
 
@@ -123,9 +123,9 @@ class DraftTraining:
             accepted: acceptance length of the newest rollout, the same on all devices; None offline.
 
         Returns:
-            The head, its state, and `draft_loss`, `draft_grad_norm`, per step of the unroll `draft_agreement` and
-            `draft_overlap`, and where it may be left out whether there was an update, `draft_updated` (the others are
-            NaN where there was none).
+            The head, its state, and `draft_loss`, `draft_grad_norm`, `draft_skipped_updates`, per step of the unroll
+            `draft_agreement` and `draft_overlap`, and where it may be left out whether there was an update,
+            `draft_updated` (the others are NaN where there was none).
         """
         if accepted is None or not self.tolerance:
             return self._update(mesh, params, state, embed, examples)
@@ -166,6 +166,7 @@ class DraftTraining:
         report = {
             "draft_loss": loss,
             "draft_grad_norm": norm,
+            "draft_skipped_updates": skipped_updates(optimizer)[0].astype(jnp.float32),
             "draft_agreement": metrics.agreement,
             "draft_overlap": metrics.overlap,
         }

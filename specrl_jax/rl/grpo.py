@@ -39,7 +39,7 @@ from specrl_jax.rl.advantages import group_advantages, zero_advantage_groups
 from specrl_jax.rl.drafting import DraftExamples, DraftTraining
 from specrl_jax.rl.losses import LossConfig, loss_denominator, policy_loss
 from specrl_jax.rl.microbatches import MicrobatchConfig, over_microbatches
-from specrl_jax.rl.optimizers import OptimizerConfig, apply_gradients, make_optimizer
+from specrl_jax.rl.optimizers import OptimizerConfig, apply_gradients, make_optimizer, skipped_updates
 from specrl_jax.rl.scoring import Scorer
 from specrl_jax.rollout.control import Control, merge
 from specrl_jax.rollout.engine import RolloutEngine
@@ -274,6 +274,12 @@ class GrpoStep:
         )
         return grads, {name: mean.value for name, mean in means.items()} | {"loss": value}, left
 
+    def over_rows(self, mesh: Mesh) -> tuple[Any, Any]:
+        """The parts of an update that every device computes on its own rows: what comes first, and gradients."""
+        rows = P(ROWS)
+        begin = over_mesh(mesh, self._begin, (P(), trajectory_specs(rows), rows, rows), (rows, rows, P(), P()))
+        return begin, over_mesh(mesh, self._summed_gradients, (P(), rows, rows, P()), (P(), P(), rows))
+
     def update(
         self, mesh: Mesh, state: GrpoState, trajectory: Trajectory, prepared: Prepared, rewards: Float[Array, "b"]
     ) -> tuple[GrpoState, dict[str, Array], DraftExamples | None]:
@@ -283,9 +289,8 @@ class GrpoStep:
             The new state, metrics averaged over the updates, and the draft head's examples from
             the last epoch (None where it is not trained).
         """
-        rows, layout = P(ROWS), Layout(mesh, self.engine.policy.num_kv_heads)
-        begin = over_mesh(mesh, self._begin, (P(), trajectory_specs(rows), rows, rows), (rows, rows, P(), P()))
-        gradients = over_mesh(mesh, self._summed_gradients, (P(), rows, rows, P()), (P(), P(), rows))
+        layout = Layout(mesh, self.engine.policy.num_kv_heads)
+        begin, gradients = self.over_rows(mesh)
         whole, left, metrics, earned = begin(layout.gather(state.params), trajectory, prepared, rewards)
 
         def one_update(i: Int[Array, ""], carry: Any) -> Any:
@@ -310,7 +315,9 @@ class GrpoStep:
             control=trajectory.control,
             issued=state.issued + jnp.uint32(trajectory.prompts.lengths.shape[0]),
         )
-        return new_state, metrics | earned, left
+        in_all, in_a_row = skipped_updates(opt_state)
+        skipped = {"skipped_updates": in_all, "skipped_in_a_row": in_a_row}
+        return new_state, metrics | earned | skipped, left
 
     def _draft_after(self, mesh: Mesh, draft: Any, params: PolicyParams, trajectory: Trajectory) -> Any:
         """The drafter's parameters after the policy's update.

@@ -7,13 +7,15 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 import optax
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from specrl_jax.errors import InputError
 from specrl_jax.parallel.sharding import field_name
 
 # Tables of tokens are no linear maps of activations; Muon leaves them, norms and biases to Adam.
 NOT_MUON = ("embed", "head", "norm", "bias", "markov_in", "markov_out", "confidence_kernel")
+
+_NEVER = 2**31 - 1  # updates that are not finite until one is applied nevertheless
 
 
 @dataclass(frozen=True)
@@ -143,10 +145,13 @@ def _float32(tree: Any) -> Any:
 def make_optimizer(config: OptimizerConfig) -> optax.GradientTransformation:
     """Global-norm clip, then AdamW or Muon, as an optax transformation that needs `params` in `update`.
 
+    An update whose gradients are not finite is left out and counted (`skipped_updates`).
+
     Moments and arithmetic are float32 whatever the parameters are (in bfloat16 a second
     moment with b2 = 0.999 would stand still); updates come back in the parameters' dtype.
     """
-    inner = optax.chain(optax.clip_by_global_norm(config.clip_norm), _update_rule(config))
+    rule = optax.chain(optax.clip_by_global_norm(config.clip_norm), _update_rule(config))
+    inner = optax.apply_if_finite(rule, max_consecutive_errors=_NEVER)
 
     def init(params: Any) -> Any:
         return inner.init(_float32(params))
@@ -158,6 +163,11 @@ def make_optimizer(config: OptimizerConfig) -> optax.GradientTransformation:
         return jax.tree.map(lambda update, leaf: update.astype(leaf.dtype), updates, params), state
 
     return optax.GradientTransformation(init, update)
+
+
+def skipped_updates(state: Any) -> tuple[Int[Array, ""], Int[Array, ""]]:
+    """Updates that were left out because of their gradients: in all, and without one in between, up to now."""
+    return state.total_notfinite, state.notfinite_count
 
 
 def apply_gradients(

@@ -7,6 +7,7 @@ the one before.
 """
 
 import contextlib
+import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -44,6 +45,18 @@ def save_checkpoint(folder: Path, step: int, state: Any, meta: Mapping[str, Any]
         )
         if not manager.save(step, args=items):
             raise ValueError(f"checkpoint {step} was not saved: {folder} holds step {manager.latest_step()}")
+
+
+def check_room(folder: Path, state: Any, keep: int = 2) -> None:
+    """Raise InputError where the disk of `folder` has no room for so many checkpoints of `state` and a new one."""
+    needed = (keep + 1) * sum(leaf.nbytes for leaf in jax.tree.leaves(state))
+    there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    free = shutil.disk_usage(there).free
+    if free < needed:
+        raise InputError(
+            f"{folder} has {free / 1e9:.2f} GB free and checkpoints take {needed / 1e9:.2f} GB; "
+            "make room, or choose another --out"
+        )
 
 
 def latest_step(folder: Path) -> int | None:

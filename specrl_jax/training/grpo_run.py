@@ -16,12 +16,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from specrl_jax.data.prompts import Prompts
+from specrl_jax.errors import InputError
 from specrl_jax.rl.grpo import GrpoState
 from specrl_jax.rl.program import GrpoProgram
 from specrl_jax.rollout.trajectory import Trajectory
-from specrl_jax.training.checkpoints import latest_step, restore_checkpoint, save_checkpoint
+from specrl_jax.training.checkpoints import check_room, latest_step, restore_checkpoint, save_checkpoint
 from specrl_jax.training.metrics import MetricsWriter
 from specrl_jax.training.speculation import response_metrics
+from specrl_jax.training.termination import stop_if_asked
 from specrl_jax.training.trajectory_log import TrajectoryLog
 
 MEASURED_EVERY = 10
@@ -41,11 +43,15 @@ class HostTask(Protocol):
 
 @dataclass(frozen=True)
 class RunConfig:
-    """steps: GRPO steps in all. scan_steps: steps per dispatch. eval_every: steps between evaluations, 0 for never."""
+    """steps: GRPO steps in all. scan_steps: steps per dispatch. eval_every: steps between evaluations, 0 for never.
+
+    most_skipped: updates in a row whose gradients were not finite, at which the run ends.
+    """
 
     steps: int
     scan_steps: int = 5
     eval_every: int = 0
+    most_skipped: int = 10
 
 
 @dataclass
@@ -95,6 +101,7 @@ class GrpoRun:
         checkpoints = grpo_checkpoints(self.folder)
         done, dispatches, size = 0, 0, 0
         state = self.program.place(state)
+        check_room(self.folder, state)
         if latest_step(checkpoints) is not None:
             state, meta = restore_checkpoint(checkpoints, state)
             done, dispatches, size = meta["step"], meta["dispatches"], meta["trajectory_bytes"]
@@ -120,9 +127,20 @@ class GrpoRun:
                     log.append(last)
                     writer.write(step, row)
                     self.on_step(step, row, last, rewards[i])
+                self._check_skipped(rows)
                 meta = {"step": done, "dispatches": dispatches, "trajectory_bytes": log.size}
                 save_checkpoint(checkpoints, done, state, meta)
+                stop_if_asked()
         return RunReport(state, log.close(), last)
+
+    def _check_skipped(self, rows: list[dict[str, Any]]) -> None:
+        """Raise InputError where too many updates in a row had gradients that are not finite."""
+        skipped = max(int(row["skipped_in_a_row"]) for row in rows)
+        if skipped >= self.config.most_skipped:
+            raise InputError(
+                f"the gradients of {skipped} updates in a row were not finite (--most-skipped "
+                f"{self.config.most_skipped}), and none of them was applied; lower --optimizer.learning-rate"
+            )
 
     def _what_differs(self) -> dict[str, Any]:
         """How drafts are made, and what makes this run another one than plain GRPO."""

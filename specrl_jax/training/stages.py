@@ -7,7 +7,8 @@ from typing import Any, TypeVar
 
 import jax
 
-from specrl_jax.training.checkpoints import latest_step, restore_checkpoint, save_checkpoint
+from specrl_jax.training.checkpoints import check_room, latest_step, restore_checkpoint, save_checkpoint
+from specrl_jax.training.termination import stop_if_asked
 
 StateT = TypeVar("StateT")
 
@@ -36,6 +37,7 @@ def run_stage(
     Returns:
         The state, and the seconds spent; a resumed stage goes on counting from its checkpoint.
     """
+    check_room(folder, state)
     done, finished = latest_step(folder) or 0, False
     if done:
         state, meta = restore_checkpoint(folder, state)
@@ -52,4 +54,5 @@ def run_stage(
         now = time.perf_counter()
         start, spent = now, spent + now - start
         save_checkpoint(folder, done, state, {"step": done, "finished": finished, "seconds": spent}, keep=1)
+        stop_if_asked()
     return state, spent

@@ -26,7 +26,7 @@ from specrl_jax.models.numerics import Numerics
 from specrl_jax.models.params import PolicyParams, init_params
 from specrl_jax.models.presets import PRESETS
 from specrl_jax.parallel.mesh import make_mesh
-from specrl_jax.parallel.sharding import Layout
+from specrl_jax.parallel.sharding import Layout, check_splits
 from specrl_jax.rl.rewards import answer_reward
 from specrl_jax.rollout.config import RolloutConfig
 from specrl_jax.rollout.engine import RolloutEngine
@@ -176,6 +176,8 @@ def open_model(options: ModelOptions, run: RunOptions, prompts: int) -> Model:
     tokenizer = load_tokenizer(options.policy)
     check_tokenizer_fits(tokenizer, policy)
     drafter, draft = load_drafter(options.drafter, policy, tokenizer) if options.drafter else (None, None)
+    if drafter is not None:
+        check_splits("draft head", drafter.config, mesh)
     params, policy = load_policy(options.policy, options.dtype, mesh)
     if drafter is not None and draft is not None:
         drafter, draft = for_policy(drafter, draft, params)

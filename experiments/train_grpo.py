@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
@@ -253,14 +254,17 @@ class Start:
     reference: PolicyParams | None
 
 
-def controller(session: Session, engine: RolloutEngine, folder: Path, start: Start) -> Control | None:
+def controller(session: Session, program: GrpoProgram, folder: Path, start: Start) -> Control | None:
     """The draft-length controller, its cost table measured once and kept in the folder; None for a fixed length."""
+    engine = program.step.engine
     if not engine.config.adaptive:
         return None
     prompts = session.config.prompts // row_devices(session.mesh)
     rows = engine.layout(prompts, session.workload.prompt_width).rows
     context = session.workload.prompt_width + session.config.max_new_tokens // 4
-    return costs_at(folder / "costs.json", engine, start.params, start.draft, rows, context)
+    nothing = jnp.int32(0)
+    served = program.gather(GrpoState(start.params, None, start.draft, None, None, nothing, nothing))
+    return costs_at(folder / "costs.json", engine, served.params, served.draft, rows, context)
 
 
 def save_run_policy(folder: Path, session: Session, state: GrpoState) -> None:
@@ -274,7 +278,7 @@ def run_arm(session: Session, label: str, folder: Path, draft_length: int, start
     config = session.config
     folder.mkdir(parents=True, exist_ok=True)
     program = session.program(draft_length)
-    control = controller(session, program.step.engine, folder, start)
+    control = controller(session, program, folder, start)
     state = program.step.init(start.params, start.draft if draft_length else None, start.reference, control)
     best = max((row["accuracy"] for row in read_metrics(folder) if "accuracy" in row), default=-1.0)
 

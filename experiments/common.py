@@ -23,6 +23,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from specrl_jax.errors import InputError
+from specrl_jax.parallel.hosts import is_first, join
 from specrl_jax.parallel.mesh import request_cpu_devices, unused_accelerator
 from specrl_jax.training.termination import Stopped, termination_saves
 
@@ -46,6 +47,12 @@ class RunOptions:
     """Continue the run in --out from its last checkpoint."""
     overwrite: bool = False
     """Delete the run in --out and start again."""
+    coordinator: str | None = None
+    """Of a run over several processes: ADDRESS:PORT of the first, or "auto" under Slurm, Open MPI or Kubernetes."""
+    processes: int | None = None
+    """Their number, with an address."""
+    process: int | None = None
+    """Which of them this is, from 0, with an address."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.seed < 2**31:
@@ -137,9 +144,11 @@ def run_main(main: Callable[[ConfigT], None], config: type[ConfigT], presets: Ma
     description = inspect.getdoc(inspect.getmodule(main)) or ""
     try:
         parsed = parse_config(config, presets, sys.argv[1:], script=script, description=description)
-        request_cpu_devices(getattr(parsed, "mesh", "auto"))
+        options: RunOptions = parsed.run  # type: ignore[attr-defined]
+        request_cpu_devices(getattr(parsed, "mesh", "auto"), options.processes or 1)
+        join(options.coordinator, options.processes, options.process)
         configure_jax()
-        with termination_saves():
+        with termination_saves(), _first_speaks():
             main(parsed)
     except Stopped:
         print("stopped by SIGTERM; go on with --resume", file=sys.stderr)
@@ -149,6 +158,15 @@ def run_main(main: Callable[[ConfigT], None], config: type[ConfigT], presets: Ma
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         sys.exit(130)
+
+
+@contextlib.contextmanager
+def _first_speaks() -> Iterator[None]:
+    """Of several processes only the first one prints."""
+    with contextlib.ExitStack() as stack:
+        if not is_first():
+            stack.enter_context(contextlib.redirect_stdout(stack.enter_context(open(os.devnull, "w"))))
+        yield
 
 
 def configure_jax(cache: Path | None = None) -> None:

@@ -19,6 +19,7 @@ import jax
 
 from experiments.common import RunOptions
 from specrl_jax.errors import InputError
+from specrl_jax.parallel.hosts import HOSTS_FOLDER, is_first, own_folder, wait_for_all
 from specrl_jax.training.metrics import METRICS_FILE, to_json, write_json
 from specrl_jax.training.trajectory_log import TRAJECTORY_FILE
 
@@ -44,12 +45,13 @@ RUN_FILES = (
     *(f"{folder}/{name}" for folder in _MODEL_FOLDERS for name in _MODEL_FILES),
 )
 # Folders whose whole content is written by a library, or by runs that a table is made of.
-RUN_TREES = ("checkpoints", "tensorboard", "wandb", "profile", "arms")
+RUN_TREES = ("checkpoints", "tensorboard", "wandb", "profile", "arms", HOSTS_FOLDER)
 # Runs within the run.
 RUN_FOLDERS = ("baseline",)
 
 # Options that change nothing about the run itself.
-_RESUME_MAY_CHANGE = ("run.out", "run.preset", "run.resume", "run.overwrite", "profile", "tensorboard", "wandb")
+_RUN_MAY_CHANGE = ("out", "preset", "resume", "overwrite", "coordinator", "processes", "process")
+_RESUME_MAY_CHANGE = (*(f"run.{name}" for name in _RUN_MAY_CHANGE), "profile", "tensorboard", "wandb")
 
 
 def check_output(run: RunOptions, script: str, **inputs: str | None) -> None:
@@ -104,19 +106,26 @@ def open_output(run: RunOptions, config: Any, script: str, may_change: Collectio
         script: name of the script.
         may_change: fields, as "optimizer.learning_rate", that a resumed run may give differently.
 
+    Returns:
+        The folder that this process writes into: that of the run, or its own beneath it.
+
     Raises:
         InputError: see `check_output`; or the run to resume was made with another configuration.
     """
     check_output(run, script)
-    path = run.out / CONFIG_FILE
     described = {"script": script} | to_json(dataclasses.asdict(config))
     if run.resume:
         _check_same_config(run.out, described, {*may_change, *_RESUME_MAY_CHANGE})
-    elif run.overwrite and run.out.exists():
-        _delete_run(run.out)
-    run.out.mkdir(parents=True, exist_ok=True)
-    write_json(path, described)
-    return run.out
+    wait_for_all("every process has looked at the folder of the run")
+    if is_first():
+        if run.overwrite and run.out.exists():
+            _delete_run(run.out)
+        run.out.mkdir(parents=True, exist_ok=True)
+        write_json(run.out / CONFIG_FILE, described)
+    wait_for_all("the folder of the run is open")
+    out = own_folder(run.out)
+    out.mkdir(parents=True, exist_ok=True)
+    return out
 
 
 def provenance(seed: int) -> dict[str, Any]:

@@ -49,10 +49,10 @@ def time_rollouts(arms: Sequence[Arm]) -> dict[str, list[float]]:
     """Seconds of the same rollout (final policy and drafter, next prompts) in every arm, in turn."""
     calls: dict[str, Callable[[], Any]] = {}
     state: GrpoState = arms[0].report.state
-    prompts, _ = arms[0].program.issue(state)
+    prompts, _ = arms[0].program.issue(arms[0].program.gather(state))
     for arm in arms:
         own = state if arm.draft_length else dataclasses.replace(state, draft=None, draft_opt_state=None, control=None)
-        calls[arm.label] = functools.partial(arm.program.rollout, own, prompts)
+        calls[arm.label] = functools.partial(arm.program.rollout, arm.program.gather(own), prompts)
     seconds: dict[str, list[float]] = {label: [] for label in calls}
     for _ in range(TIMED_PAIRS + 1):
         for label, call in calls.items():

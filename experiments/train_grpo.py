@@ -53,6 +53,7 @@ from specrl_jax.models.config import PolicyConfig
 from specrl_jax.models.huggingface import save_policy
 from specrl_jax.models.numerics import Numerics
 from specrl_jax.models.params import PolicyParams, init_params
+from specrl_jax.parallel.hosts import of_first, shared_folder
 from specrl_jax.parallel.mesh import make_mesh
 from specrl_jax.parallel.sharding import Layout, row_devices
 from specrl_jax.rl.drafting import DraftTraining
@@ -171,7 +172,7 @@ def warm_up(session: Session, params: PolicyParams, out: Path) -> PolicyParams:
         compiled = training.program(session.mesh, session.workload.supervised, steps)
         return lambda state: compiled(state, corpus)
 
-    checkpoints = out / "checkpoints" / "warmup"
+    checkpoints = shared_folder(out) / "checkpoints" / "warmup"
     with progress("warm-up", warmup.steps, latest_step(checkpoints) or 0) as advance:
 
         def report(done: int, count: int, metrics: dict[str, Any]) -> bool:
@@ -264,7 +265,7 @@ def controller(session: Session, program: GrpoProgram, folder: Path, start: Star
     context = session.workload.prompt_width + session.config.max_new_tokens // 4
     nothing = jnp.int32(0)
     served = program.gather(GrpoState(start.params, None, start.draft, None, None, nothing, nothing))
-    return costs_at(folder / "costs.json", engine, served.params, served.draft, rows, context)
+    return of_first(costs_at(folder / "costs.json", engine, served.params, served.draft, rows, context))
 
 
 def save_run_policy(folder: Path, session: Session, state: GrpoState) -> None:
@@ -280,7 +281,7 @@ def run_arm(session: Session, label: str, folder: Path, draft_length: int, start
     program = session.program(draft_length)
     control = controller(session, program, folder, start)
     state = program.step.init(start.params, start.draft if draft_length else None, start.reference, control)
-    best = max((row["accuracy"] for row in read_metrics(folder) if "accuracy" in row), default=-1.0)
+    best = float(of_first(max((row["accuracy"] for row in read_metrics(folder) if "accuracy" in row), default=-1.0)))
 
     def evaluate(state: GrpoState) -> dict[str, Any]:
         nonlocal best
@@ -374,7 +375,7 @@ def main(config: Config) -> None:
         prompts = session.workload.draft_prompts(config.draft.prompts)
         stage = session.draft_stage
         rollouts = Rollouts(partial(stage.corpus, params, prompts))
-        draft, _ = stage.train(params, rollouts, draft_key, out / "checkpoints" / "draft")
+        draft, _ = stage.train(params, rollouts, draft_key, shared_folder(out) / "checkpoints" / "draft")
         save_drafter(out / "drafter", as_head(session.drafter), draft)
     start_from = Start(
         params, session_draft(session, draft, empty_history(session)), params if config.loss.kl_coef > 0 else None

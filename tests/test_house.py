@@ -18,10 +18,10 @@ ROOT = Path(__file__).parents[1]
 
 # Imports go to a lower floor only; packages of one floor do not know each other.
 FLOORS = {
-    "specrl_jax.errors": -1,
+    "specrl_jax.errors": -2,
     "specrl_jax.models": 0,
     "specrl_jax.data": 0,
-    "specrl_jax.parallel": 0,
+    "specrl_jax.parallel": -1,
     "specrl_jax.drafters": 1,
     "specrl_jax.rollout": 2,
     "specrl_jax.rl": 3,

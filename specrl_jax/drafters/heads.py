@@ -34,6 +34,7 @@ from specrl_jax.models.huggingface import resolve_folder
 from specrl_jax.models.params import PolicyParams
 from specrl_jax.models.policy import head_weights
 from specrl_jax.models.weights import read_json
+from specrl_jax.parallel.hosts import is_first, whole
 
 HeadConfig = Eagle3Config | MtpConfig | BlockConfig
 HeadDrafter = Eagle3Drafter | MtpDrafter | BlockDrafter
@@ -90,7 +91,13 @@ def head_loss(
 
 
 def save_drafter(folder: str | Path, drafter: HeadDrafter, params: HeadParams) -> None:
-    """Write a head; an earlier head in that folder is replaced as a whole, anything else there is refused."""
+    """Write a head; an earlier head in that folder is replaced as a whole, anything else there is refused.
+
+    Of several processes the first writes.
+    """
+    params = whole(params)
+    if not is_first():
+        return
     if isinstance(drafter, BlockDrafter):
         assert isinstance(params, BlockParams)
         save_block(folder, drafter, params)
@@ -110,7 +117,7 @@ def beside_its_policy(source: str | Path | None, drafter: Any, params: Any) -> A
     if source is None or not isinstance(drafter, MtpDrafter) or not isinstance(params, MtpParams):
         return None
     hf = read_json(resolve_folder(source) / "config.json")
-    return beside_policy(drafter, params) if lies_with_policy(hf) else None
+    return beside_policy(drafter, whole(params)) if lies_with_policy(hf) else None
 
 
 def load_drafter(

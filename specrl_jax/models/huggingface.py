@@ -16,6 +16,7 @@ from specrl_jax.models.folders import replaced_folder
 from specrl_jax.models.huggingface_config import config_from_hf, config_to_hf
 from specrl_jax.models.params import PolicyParams
 from specrl_jax.models.weights import policy_tensors, read_json, read_params, write_tensors
+from specrl_jax.parallel.hosts import is_first
 from specrl_jax.parallel.sharding import check_splits
 
 _SHARD_BYTES = 5 * 10**9
@@ -110,6 +111,8 @@ def save_policy(
 ) -> None:
     """Write a folder that transformers loads unchanged; an earlier policy there is replaced as a whole.
 
+    Of several processes the first writes.
+
     Args:
         folder: where to; parents are made.
         params, config: the policy.
@@ -125,8 +128,11 @@ def save_policy(
     ids = _token_ids(tokenizer)
     fields, beside = head or ({}, {})
     hf = config_to_hf(config, ids) | fields
+    tensors = policy_tensors(params, config) | beside
+    if not is_first():
+        return
     with replaced_folder(folder) as fresh:
         _write_json(fresh / "config.json", hf)
         _write_json(fresh / "generation_config.json", ids | (generation or {}))
-        write_tensors(fresh, policy_tensors(params, config) | beside, shard_bytes)
+        write_tensors(fresh, tensors, shard_bytes)
         tokenizer.save_pretrained(fresh)

@@ -19,6 +19,7 @@ from safetensors.numpy import save_file
 from specrl_jax.errors import InputError
 from specrl_jax.models.config import PolicyConfig
 from specrl_jax.models.params import LayerParams, PolicyParams, layer_shapes
+from specrl_jax.parallel.hosts import to_host
 from specrl_jax.parallel.sharding import Layout
 
 WEIGHTS_FILE = "model.safetensors"
@@ -62,15 +63,15 @@ def tensor_shapes(config: PolicyConfig) -> dict[str, tuple[int, ...]]:
 
 def _named_tensors(params: PolicyParams) -> Iterator[tuple[str, np.ndarray]]:
     """Name and tensor, one at a time."""
-    yield _EMBED, np.asarray(params.embed)
-    yield _FINAL_NORM, np.asarray(params.final_norm)
+    yield _EMBED, to_host(params.embed)
+    yield _FINAL_NORM, to_host(params.final_norm)
     if params.head is not None:
-        yield _HEAD, np.asarray(params.head)
+        yield _HEAD, to_host(params.head)
     for i, layer in enumerate(params.layers):
         for field in LAYER_NAMES:
             value = getattr(layer, field)
             if value is not None:
-                yield _layer_name(i, field), np.asarray(value)
+                yield _layer_name(i, field), to_host(value)
 
 
 def policy_tensors(params: PolicyParams, config: PolicyConfig) -> dict[str, np.ndarray]:

@@ -63,13 +63,13 @@ def parse_mesh(text: str) -> MeshConfig:
     return MeshConfig(**sizes)
 
 
-def request_cpu_devices(text: str) -> None:
+def request_cpu_devices(text: str, processes: int = 1) -> None:
     """Virtual CPU devices for a mesh, or two (one per core) for "auto"; without effect on other platforms.
 
     The loops of a rollout run on one core each, so two devices roll out nearly twice as fast
-    as one. Call it before jax makes its devices.
+    as one. Call it before jax makes its devices. Of `processes`, each makes its share.
     """
-    wanted = min(2, os.cpu_count() or 1) if text == "auto" else parse_mesh(text).size
+    wanted = min(2, os.cpu_count() or 1) if text == "auto" else -(-parse_mesh(text).size // processes)
     if wanted > jax.config.values["jax_num_cpu_devices"]:
         with contextlib.suppress(RuntimeError):  # jax has its devices already
             jax.config.update("jax_num_cpu_devices", wanted)

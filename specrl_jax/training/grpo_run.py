@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from specrl_jax.data.prompts import Prompts
 from specrl_jax.errors import InputError
+from specrl_jax.parallel.hosts import shared_folder, to_host
 from specrl_jax.rl.grpo import GrpoState
 from specrl_jax.rl.program import GrpoProgram
 from specrl_jax.rollout.trajectory import Trajectory
@@ -68,7 +68,7 @@ class RunReport:
 
 def grpo_checkpoints(folder: Path) -> Path:
     """Where the run in `folder` keeps its checkpoints."""
-    return folder / "checkpoints" / "grpo"
+    return shared_folder(folder) / "checkpoints" / "grpo"
 
 
 Evaluate = Callable[[GrpoState], Mapping[str, Any]]
@@ -186,7 +186,7 @@ class GrpoRun:
         start = time.perf_counter()
         state, outputs = jax.block_until_ready(self._scans[count](state))
         seconds = (time.perf_counter() - start) / count
-        metrics, trajectories, rewards = jax.device_get(outputs)
+        metrics, trajectories, rewards = to_host(outputs)
         rows = [{name: _plain(value[i]) for name, value in metrics.items()} for i in range(count)]
         for i, row in enumerate(rows):
             tokens = int(trajectories.lengths[i].sum())
@@ -215,22 +215,22 @@ class GrpoRun:
         # Prefill is part of the rollout; alone it is timed beside the step.
         clock("time_prefill_s", program.prefill, served, prompts)
         times["time_prefill_s"] = clock.seconds["time_prefill_s"]
-        host = jax.device_get(trajectory)
+        host = to_host(trajectory)
         row = {name: _plain(value) for name, value in (metrics | draft_metrics).items()}
         row |= times | {
             "timing": "measured",
             "rollout_share": times["time_rollout_s"] / times["time_step_s"],
             "tokens_per_second": int(host.lengths.sum()) / times["time_rollout_s"],
         }
-        return new_state, row, host, np.asarray(rewards)
+        return new_state, row, host, to_host(rewards)
 
     def _host_reward(self, state: GrpoState, problems: Any, trajectory: Trajectory, judge: bool) -> jax.Array:
         if self.host_task is None:
             raise ValueError("there is no host task")
-        rewards = np.zeros(trajectory.lengths.shape, np.float32)
+        rewards: Any = np.zeros(trajectory.lengths.shape, np.float32)
         if judge:
-            rewards = self.host_task.rewards(problems, jax.device_get(trajectory))
-        return self.program.hand_out(state, trajectory, jnp.asarray(rewards, jnp.float32))
+            rewards = np.asarray(self.host_task.rewards(problems, to_host(trajectory)), np.float32)
+        return self.program.hand_out(state, trajectory, rewards)
 
 
 class _Clock:

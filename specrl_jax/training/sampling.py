@@ -14,6 +14,7 @@ from jaxtyping import Array, Int
 
 from specrl_jax.data.prompts import Prompts
 from specrl_jax.models.params import PolicyParams
+from specrl_jax.parallel.hosts import to_host
 from specrl_jax.parallel.sharding import ROWS, Layout, over_mesh, row_devices, sum_over_rows
 from specrl_jax.rollout.engine import RolloutEngine
 from specrl_jax.rollout.noise import Purpose, sequence_keys
@@ -74,19 +75,19 @@ class Sampler:
         """The batch that begins at prompt `start`, filled up with prompts of no tokens."""
         rows, total = start + np.arange(self._size), prompts.lengths.shape[0]
         picked = np.minimum(rows, total - 1)
-        batch: Prompts = jax.tree.map(lambda x: jnp.asarray(x)[picked], prompts)
-        return replace(batch, lengths=jnp.where(rows < total, batch.lengths, 0))
+        batch: Prompts = jax.tree.map(lambda x: np.asarray(x)[picked], prompts)
+        return replace(batch, lengths=np.where(rows < total, batch.lengths, 0))  # type: ignore[arg-type]
 
     def compile(self, params: PolicyParams, draft: Any, prompts: Prompts) -> None:
         """Compile ahead of `batches` with the same arguments, so that its time is that of sampling."""
-        self._program.lower(params, self._draft(draft), self._take(prompts, 0), jnp.int32(self.seed)).compile()
+        self._program.lower(params, self._draft(draft), self._take(prompts, 0), np.int32(self.seed)).compile()
 
     def batches(self, params: PolicyParams, draft: Any, prompts: Prompts) -> Iterator[Trajectory]:
         """Responses in batches on the host; a last batch that is not full is filled up and cut again."""
         total = prompts.lengths.shape[0]
         for start in range(0, total, self._size):
             batch = self._take(prompts, start)
-            trajectory = jax.device_get(self._program(params, self._draft(draft), batch, jnp.int32(self.seed)))
+            trajectory = to_host(self._program(params, self._draft(draft), batch, np.int32(self.seed)))
             yield first_prompts(trajectory, min(self._size, total - start))
 
 

@@ -6,6 +6,8 @@ import threading
 from collections.abc import Iterator
 from types import FrameType
 
+from specrl_jax.parallel.hosts import any_of
+
 
 class Stopped(Exception):  # noqa: N818 (no error)
     """The run was asked to end and has saved everything it needs to go on."""
@@ -33,6 +35,6 @@ def termination_saves() -> Iterator[None]:
 
 
 def stop_if_asked() -> None:
-    """Raise Stopped where SIGTERM has come; call it after a checkpoint."""
-    if _asked.is_set():
+    """Raise Stopped where SIGTERM has come, to any process; call it after a checkpoint."""
+    if any_of(_asked.is_set()):
         raise Stopped

@@ -1,0 +1,116 @@
+"""Runs over several real processes on this machine, and what is refused before one starts."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from scripts import SCRIPTS, refusal, write_models
+
+from specrl_jax.parallel import hosts
+from specrl_jax.training.metrics import read_metrics
+
+ROOT = Path(__file__).parents[1]
+OPTIONS = """
+    --preset smoke --no-compare --steps 2 --scan-steps 1 --prompts 4 --samples 4 --microbatch.rows 4
+    --draft.microbatch.rows 2 --max-new-tokens 12 --eval-problems 2 --eval-every 2 --numerics plain --task jsonl
+    --reward odd:length --optimizer.name adamw --draft-length 2
+"""
+
+
+def start(folder, out, mesh, *argv):
+    """A process of `train_grpo` with rewards from the host."""
+    command = [sys.executable, "-m", "experiments.train_grpo", *OPTIONS.split(), "--mesh", mesh, "--out", out]
+    command += ["--policy", folder / "policy", "--drafter", folder / "drafter"]
+    command += ["--data", folder / "train.jsonl", "--eval-data", folder / "test.jsonl", *argv]
+    environment = os.environ | {"PYTHONPATH": str(folder)}
+    environment.pop("JAX_NUM_CPU_DEVICES", None)
+    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    return subprocess.Popen(list(map(str, command)), cwd=ROOT, env=environment, **streams)
+
+
+def finish(process):
+    said, complained = process.communicate(timeout=900)
+    assert process.returncode == 0, complained
+    return said
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = write_models(tmp_path_factory.mktemp("hosts"))
+    (folder / "odd.py").write_text("def length(response, example):\n    return float(len(response) % 2)\n")
+    for name, first in (("train", 10), ("test", 20)):
+        rows = ({"prompt": f"{i}+{i}=", "answer": str(2 * i)} for i in range(first, first + 9))
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("count", "mesh"),
+    [
+        pytest.param(2, "data=2", marks=pytest.mark.ci),
+        pytest.param(4, "data=2,fsdp=2", marks=pytest.mark.full),
+        pytest.param(2, "tensor=2", marks=pytest.mark.full),
+    ],
+)
+def test_several_processes_are_one_run(folder, tmp_path, count, mesh):
+    """Their metrics are those of one process with as many devices; the first prints and writes the run's files."""
+    alone = start(folder, tmp_path / "alone", mesh)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    out = tmp_path / "together"
+    shared = ("--coordinator", address, "--processes", count)
+    together = [start(folder, out, mesh, *shared, "--process", i) for i in range(count)]
+    finish(alone)
+    said = [finish(process) for process in together]
+    assert "GRPO 2/2" in said[0]
+    assert not any("GRPO" in words for words in said[1:])
+
+    rows, expected = read_metrics(out), read_metrics(tmp_path / "alone")
+    assert len(rows) == len(expected) == 3
+    assert rows[1]["grad_norm"] > 0.0
+    for row, other in zip(rows, expected, strict=True):
+        for name, value in other.items():
+            if not name.startswith(("time_", "tokens_per_second", "rollout_share")) and not isinstance(value, str):
+                np.testing.assert_allclose(row[name], value, rtol=1e-5, atol=1e-7, err_msg=name)
+    tokens = [(run / "trajectories.bin").read_bytes() for run in (out, tmp_path / "alone", out / "hosts" / "1")]
+    assert tokens[0] == tokens[1] == tokens[2]
+    assert (out / "policy" / "model.safetensors").is_file()
+    assert not (out / "hosts" / "1" / "policy").exists()
+    assert sorted(path.name for path in (out / "checkpoints" / "grpo").iterdir()) == ["1", "2"]
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        (("--processes", 2), "--processes and --process belong to --coordinator ADDRESS:PORT; give all three"),
+        (("--coordinator", "auto", "--process", 1), "--processes and --process belong to --coordinator ADDRESS:PORT"),
+        (("--coordinator", "10.0.0.1:1"), "needs --processes and --process, a number from 0 to below it"),
+        (("--coordinator", "10.0.0.1:1", "--processes", 2, "--process", 2), "they are 2 and 2"),
+        (("--coordinator", "auto"), "--coordinator auto: "),
+    ],
+)
+def test_processes_that_cannot_meet_are_refused(monkeypatch, capsys, tmp_path, options, sentence):
+    for name in ("SLURM_JOB_ID", "OMPI_MCA_orte_hnp_uri", "KUBERNETES_SERVICE_HOST"):
+        monkeypatch.delenv(name, raising=False)
+    # jax refuses to be joined after its devices have been made, as they are in tests.
+    said = refusal(monkeypatch, capsys, SCRIPTS["train_grpo"], "--preset", "smoke", "--out", tmp_path / "out", *options)
+    assert sentence in said
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.ci
+def test_files_of_other_processes_lie_beneath_the_run(monkeypatch):
+    assert hosts.own_folder(Path("run")) == Path("run")
+    assert hosts.shared_folder(Path("run/baseline")) == Path("run/baseline")
+    monkeypatch.setattr(jax, "process_index", lambda: 3)
+    assert hosts.own_folder(Path("run")) == Path("run/hosts/3")
+    assert hosts.shared_folder(Path("run/hosts/3/baseline")) == Path("run/baseline")
+    assert hosts.shared_folder(Path("run/hosts/2")) == Path("run/hosts/2")

@@ -25,7 +25,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from specrl_jax.errors import InputError
 from specrl_jax.parallel.hosts import is_first, join
 from specrl_jax.parallel.mesh import request_cpu_devices, unused_accelerator
-from specrl_jax.training.termination import Stopped, termination_saves
+from specrl_jax.training.termination import Stopped
 
 ConfigT = TypeVar("ConfigT")
 
@@ -48,7 +48,7 @@ class RunOptions:
     overwrite: bool = False
     """Delete the run in --out and start again."""
     coordinator: str | None = None
-    """Of a run over several processes: ADDRESS:PORT of the first, or "auto" under Slurm, Open MPI or Kubernetes."""
+    """Of a run over several processes: ADDRESS:PORT of the first, or "auto" where Slurm or Open MPI says it."""
     processes: int | None = None
     """Their number, with an address."""
     process: int | None = None
@@ -146,9 +146,11 @@ def run_main(main: Callable[[ConfigT], None], config: type[ConfigT], presets: Ma
         parsed = parse_config(config, presets, sys.argv[1:], script=script, description=description)
         options: RunOptions = parsed.run  # type: ignore[attr-defined]
         request_cpu_devices(getattr(parsed, "mesh", "auto"), options.processes or 1)
+        if options.coordinator is not None and script != "train_grpo":
+            raise InputError(f"--coordinator is for train_grpo; {script} runs in one process, so leave it out")
         join(options.coordinator, options.processes, options.process)
         configure_jax()
-        with termination_saves(), _first_speaks():
+        with _first_speaks():
             main(parsed)
     except Stopped:
         print("stopped by SIGTERM; go on with --resume", file=sys.stderr)

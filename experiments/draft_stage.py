@@ -21,6 +21,7 @@ from specrl_jax.drafters.heads import HeadConfig, HeadDrafter, HeadParams, init_
 from specrl_jax.models.numerics import Numerics
 from specrl_jax.models.params import PolicyParams
 from specrl_jax.models.policy import forward, grid_batch, sequence_positions
+from specrl_jax.parallel.hosts import to_host
 from specrl_jax.parallel.sharding import Layout, row_devices
 from specrl_jax.rl.drafting import DraftTraining
 from specrl_jax.rl.microbatches import MicrobatchConfig
@@ -125,7 +126,7 @@ class DraftStage:
         few = jax.tree.map(lambda x: x[: self.options.microbatch.rows], corpus)
         batch = grid_batch(few.tokens, sequence_positions(few.lengths, few.tokens.shape[1]))
         out = forward(params, self.engine.policy, batch, numerics=Numerics("plain"), boundaries=head.boundaries)
-        features = np.asarray(out.features, np.float32)[np.asarray(batch.positions) >= 0]
+        features = to_host(out.features).astype(np.float32)[np.asarray(batch.positions) >= 0]
         scale = float(np.sqrt(np.mean(features**2)))
         tokens = np.asarray(corpus.tokens)[np.asarray(corpus.mask)]
         seen = np.bincount(tokens, minlength=self.engine.policy.vocab_size)
@@ -151,6 +152,7 @@ class DraftStage:
         head, offline, steps = self.drafter.config, self._offline, self.options.steps
         if latest_step(checkpoints) == steps:
             blank = offline.init(start or init_head(key, head, params, np.arange(head.draft_vocab_size)))
+            blank = self._layout.place(blank)
             state, meta = restore_checkpoint(checkpoints, blank)
             return state.draft, meta.get("seconds", 0.0)
         corpus = rollouts()

@@ -125,7 +125,19 @@ def open_output(run: RunOptions, config: Any, script: str, may_change: Collectio
     wait_for_all("the folder of the run is open")
     out = own_folder(run.out)
     out.mkdir(parents=True, exist_ok=True)
+    if run.resume and not is_first():
+        _copy_from_first(run.out, out)
+    wait_for_all("every process has its folder")
     return out
+
+
+def _copy_from_first(run: Path, own: Path) -> None:
+    """What a resumed run goes on writing, as the first process has it; there may have been fewer processes."""
+    for folder in (".", *RUN_FOLDERS):
+        for name in (METRICS_FILE, TRAJECTORY_FILE, "costs.json"):
+            if (run / folder / name).is_file():
+                (own / folder).mkdir(exist_ok=True)
+                shutil.copyfile(run / folder / name, own / folder / name)
 
 
 def provenance(seed: int) -> dict[str, Any]:

@@ -216,7 +216,7 @@ class Examiner:
         head = self.draft if draft is None else head_of(draft)
         draft = session_draft(self.session, head)
         trajectory = sample_all(self._sampler, params, draft, prompts)
-        right = (workload.rewards(problems, trajectory) >= RIGHT).astype(np.float64)
+        right = of_first(workload.rewards(problems, trajectory) >= RIGHT).astype(np.float64)
         accuracy, half_width = mean_ci95(right)
         return {"accuracy": accuracy, "accuracy_ci95": half_width, "right": right, **response_metrics(trajectory)}
 
@@ -280,13 +280,12 @@ def run_arm(session: Session, label: str, folder: Path, draft_length: int, start
     folder.mkdir(parents=True, exist_ok=True)
     program = session.program(draft_length)
     control = controller(session, program, folder, start)
-    state = program.step.init(start.params, start.draft if draft_length else None, start.reference, control)
     best = float(of_first(max((row["accuracy"] for row in read_metrics(folder) if "accuracy" in row), default=-1.0)))
 
     def evaluate(state: GrpoState) -> dict[str, Any]:
         nonlocal best
         figures = examiner.examine(state.params, state.draft, "dev")
-        if figures["accuracy"] > best:
+        if figures["accuracy"] > best + 1e-6:  # several processes agree on a float32
             best = figures["accuracy"]
             save_run_policy(folder / "policy_best", session, state)
         return {name: figures[name] for name in ("accuracy", "accuracy_ci95")}
@@ -312,7 +311,9 @@ def run_arm(session: Session, label: str, folder: Path, draft_length: int, start
             tensorboard=config.tensorboard,
             wandb=config.wandb,
         )
-        report = run.run(state)
+        report = run.run(
+            program.step.init(start.params, start.draft if draft_length else None, start.reference, control)
+        )
     models = ("policy",) if config.eval_every else ("policy", "policy_best")
     for name in models:
         save_run_policy(folder / name, session, report.state)

@@ -20,6 +20,7 @@ from specrl_jax.training import checkpoints, grpo_run
 from specrl_jax.training.checkpoints import check_room
 from specrl_jax.training.grpo_run import GrpoRun, RunConfig
 from specrl_jax.training.metrics import read_metrics
+from specrl_jax.training.stages import run_stage
 from specrl_jax.training.termination import Stopped, stop_if_asked, termination_saves
 
 pytestmark = pytest.mark.ci
@@ -77,6 +78,16 @@ def test_a_run_that_only_skips_ends(tmp_path):
     assert [row["step"] for row in read_metrics(tmp_path)] == [1, 2]
 
 
+def test_a_stage_that_only_skips_ends(tmp_path):
+    def program(steps):
+        return lambda state: (state + steps, {"loss": np.zeros(steps), "skipped_in_a_row": np.arange(1, steps + 1)})
+
+    common = {"total": 12, "program": program, "on_chunk": lambda *_: False}
+    run_stage(tmp_path / "nine", jnp.int32(0), chunk=9, **common)
+    with pytest.raises(InputError, match="gradients of 12 updates in a row were not finite"):
+        run_stage(tmp_path / "twelve", jnp.int32(0), chunk=12, **common)
+
+
 def test_sigterm_saves_and_a_resumed_run_ends_in_the_same_bits(tmp_path, monkeypatch, capsys):
     models = write_models(tmp_path)
     options = ["--preset", "smoke", "--no-compare", "--steps", 2, "--scan-steps", 1, "--eval-every", 0]
@@ -123,3 +134,5 @@ def test_a_full_disk_is_noticed_before_the_first_step(tmp_path, monkeypatch):
     with pytest.raises(InputError, match=r"has 0.00 GB free and checkpoints take 0.00 GB; make room"):
         check_room(tmp_path, state)
     check_room(tmp_path, state, keep=1)
+    (tmp_path / "3").mkdir()
+    check_room(tmp_path, state)  # one checkpoint is there already

@@ -94,15 +94,29 @@ def test_several_processes_are_one_run(folder, tmp_path, count, mesh):
         (("--coordinator", "auto", "--process", 1), "--processes and --process belong to --coordinator ADDRESS:PORT"),
         (("--coordinator", "10.0.0.1:1"), "needs --processes and --process, a number from 0 to below it"),
         (("--coordinator", "10.0.0.1:1", "--processes", 2, "--process", 2), "they are 2 and 2"),
-        (("--coordinator", "auto"), "--coordinator auto: "),
     ],
 )
 def test_processes_that_cannot_meet_are_refused(monkeypatch, capsys, tmp_path, options, sentence):
-    for name in ("SLURM_JOB_ID", "OMPI_MCA_orte_hnp_uri", "KUBERNETES_SERVICE_HOST"):
-        monkeypatch.delenv(name, raising=False)
-    # jax refuses to be joined after its devices have been made, as they are in tests.
     said = refusal(monkeypatch, capsys, SCRIPTS["train_grpo"], "--preset", "smoke", "--out", tmp_path / "out", *options)
     assert sentence in said
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.ci
+def test_other_scripts_run_in_one_process(monkeypatch, capsys, tmp_path):
+    said = refusal(monkeypatch, capsys, SCRIPTS["evaluate"], "--out", tmp_path / "out", "--coordinator", "auto")
+    assert said == "--coordinator is for train_grpo; evaluate runs in one process, so leave it out"
+
+
+@pytest.mark.ci
+def test_nobody_to_ask_for_the_other_processes(tmp_path):
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "OMPI_", "KUBERNETES"))}
+    command = [sys.executable, "-m", "experiments.train_grpo", "--preset", "smoke", "--out", tmp_path / "out"]
+    command += ["--coordinator", "auto"]
+    done = subprocess.run(list(map(str, command)), cwd=ROOT, env=kept, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: --coordinator auto: ")
+    assert done.stderr.count("\n") == 1
     assert not (tmp_path / "out").exists()
 
 

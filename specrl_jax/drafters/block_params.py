@@ -72,6 +72,11 @@ class BlockConfig:
         return self.backbone.num_kv_heads
 
     @property
+    def intermediate_size(self) -> int:
+        """Hidden units of a layer."""
+        return self.backbone.intermediate_size
+
+    @property
     def drafts(self) -> int:
         """Most drafts of a round."""
         return self.block_size if self.sample_from_anchor else self.block_size - 1

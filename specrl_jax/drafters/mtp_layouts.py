@@ -210,6 +210,11 @@ class MtpConfig:
         return (self.boundary,)
 
     @property
+    def num_heads(self) -> int:
+        """Heads of queries."""
+        return self.attention.num_heads
+
+    @property
     def num_kv_heads(self) -> int:
         """Heads of keys and values in the cache."""
         return self.attention.num_kv_heads

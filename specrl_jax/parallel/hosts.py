@@ -21,8 +21,8 @@ def join(coordinator: str | None, processes: int | None, process: int | None) ->
     """Become one of the processes of a run; call it before anything else uses a device.
 
     Args:
-        coordinator: ADDRESS:PORT of the first process; "auto" where Slurm, Open MPI, a Kubernetes JobSet or a TPU pod
-            says it (`jax.distributed.initialize`); None: the run has one process.
+        coordinator: ADDRESS:PORT of the first process; "auto" where Slurm, Open MPI or a TPU pod says it
+             (`jax.distributed.initialize`); None: the run has one process.
         processes, process: their number, and which of them this is; given with an address alone.
 
     Raises:

@@ -123,9 +123,9 @@ class DraftTraining:
             accepted: acceptance length of the newest rollout, the same on all devices; None offline.
 
         Returns:
-            The head, its state, and `draft_loss`, `draft_grad_norm`, `draft_skipped_updates`, per step of the unroll
-            `draft_agreement` and `draft_overlap`, and where it may be left out whether there was an update,
-            `draft_updated` (the others are NaN where there was none).
+            The head, its state, and `draft_loss`, `draft_grad_norm`, `draft_skipped_updates` (in all) and
+            `draft_skipped_in_a_row`, per step of the unroll `draft_agreement` and `draft_overlap`, and where it may be
+            left out whether there was an update, `draft_updated` (the others are NaN where there was none).
         """
         if accepted is None or not self.tolerance:
             return self._update(mesh, params, state, embed, examples)
@@ -163,10 +163,12 @@ class DraftTraining:
             mean = layout.keep(isolated(self._averaged, state.mean, weights))
             state = dataclasses.replace(state, weights=weights, mean=mean)
             weights = jax.tree.map(lambda x, like: x.astype(like.dtype), mean, weights)
+        skipped = skipped_updates(optimizer)
         report = {
             "draft_loss": loss,
             "draft_grad_norm": norm,
-            "draft_skipped_updates": skipped_updates(optimizer)[0].astype(jnp.float32),
+            "draft_skipped_updates": skipped[0].astype(jnp.float32),
+            "draft_skipped_in_a_row": skipped[1].astype(jnp.float32),
             "draft_agreement": metrics.agreement,
             "draft_overlap": metrics.overlap,
         }

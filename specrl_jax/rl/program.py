@@ -144,7 +144,8 @@ class GrpoProgram:
         """
 
         def run(state: GrpoState) -> Any:
-            return lax.scan(self._one_step, state, None, length=steps)
+            state, outputs = lax.scan(self._one_step, state, None, length=steps)
+            return self._kept(state), outputs
 
         return jax.jit(run, donate_argnums=0)
 

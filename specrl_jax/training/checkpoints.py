@@ -19,6 +19,7 @@ import orbax.checkpoint as ocp
 from orbax.checkpoint.checkpoint_managers import LatestN
 
 from specrl_jax.errors import InputError
+from specrl_jax.parallel.hosts import any_of
 
 _STATE = "state"
 _META = "meta"
@@ -48,11 +49,12 @@ def save_checkpoint(folder: Path, step: int, state: Any, meta: Mapping[str, Any]
 
 
 def check_room(folder: Path, state: Any, keep: int = 2) -> None:
-    """Raise InputError where the disk of `folder` has no room for so many checkpoints of `state` and a new one."""
-    needed = (keep + 1) * sum(leaf.nbytes for leaf in jax.tree.leaves(state))
+    """Raise InputError where the disk has no room for the checkpoints of a run: `keep`, and one that is written."""
+    there_already = sum(path.name.isdigit() for path in folder.iterdir()) if folder.is_dir() else 0
+    needed = max(1, keep + 1 - there_already) * sum(leaf.nbytes for leaf in jax.tree.leaves(state))
     there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     free = shutil.disk_usage(there).free
-    if free < needed:
+    if any_of(free < needed):
         raise InputError(
             f"{folder} has {free / 1e9:.2f} GB free and checkpoints take {needed / 1e9:.2f} GB; "
             "make room, or choose another --out"

@@ -16,14 +16,14 @@ import numpy as np
 
 from specrl_jax.data.prompts import Prompts
 from specrl_jax.errors import InputError
-from specrl_jax.parallel.hosts import shared_folder, to_host
+from specrl_jax.parallel.hosts import is_first, of_first, shared_folder, to_host
 from specrl_jax.rl.grpo import GrpoState
 from specrl_jax.rl.program import GrpoProgram
 from specrl_jax.rollout.trajectory import Trajectory
 from specrl_jax.training.checkpoints import check_room, latest_step, restore_checkpoint, save_checkpoint
 from specrl_jax.training.metrics import MetricsWriter
 from specrl_jax.training.speculation import response_metrics
-from specrl_jax.training.termination import stop_if_asked
+from specrl_jax.training.termination import stop_if_asked, termination_saves
 from specrl_jax.training.trajectory_log import TrajectoryLog
 
 MEASURED_EVERY = 10
@@ -101,15 +101,20 @@ class GrpoRun:
         checkpoints = grpo_checkpoints(self.folder)
         done, dispatches, size = 0, 0, 0
         state = self.program.place(state)
-        check_room(self.folder, state)
         if latest_step(checkpoints) is not None:
             state, meta = restore_checkpoint(checkpoints, state)
             done, dispatches, size = meta["step"], meta["dispatches"], meta["trajectory_bytes"]
+        if done < self.config.steps:
+            check_room(checkpoints, state)
         last = None
         with (
+            termination_saves(),
             TrajectoryLog(self.folder, size) as log,
             MetricsWriter(
-                self.folder, resume_step=done + 1 if done else None, tensorboard=self.tensorboard, wandb=self.wandb
+                self.folder,
+                resume_step=done + 1 if done else None,
+                tensorboard=self.tensorboard and is_first(),
+                wandb=self.wandb and is_first(),
             ) as writer,
         ):
             if done == 0:
@@ -139,7 +144,7 @@ class GrpoRun:
         if skipped >= self.config.most_skipped:
             raise InputError(
                 f"the gradients of {skipped} updates in a row were not finite (--most-skipped "
-                f"{self.config.most_skipped}), and none of them was applied; lower --optimizer.learning-rate"
+                f"{self.config.most_skipped}), and none was applied; start again with a lower --optimizer.learning-rate"
             )
 
     def _what_differs(self) -> dict[str, Any]:
@@ -229,7 +234,8 @@ class GrpoRun:
             raise ValueError("there is no host task")
         rewards: Any = np.zeros(trajectory.lengths.shape, np.float32)
         if judge:
-            rewards = np.asarray(self.host_task.rewards(problems, to_host(trajectory)), np.float32)
+            # A judge may have a clock: what it says to the first process counts for all.
+            rewards = of_first(np.asarray(self.host_task.rewards(problems, to_host(trajectory)), np.float32))
         return self.program.hand_out(state, trajectory, rewards)
 
 

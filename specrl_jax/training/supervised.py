@@ -18,7 +18,7 @@ from specrl_jax.models.params import PolicyParams
 from specrl_jax.parallel.sharding import Layout, over_mesh, sum_over_rows
 from specrl_jax.rl.losses import masked_mean
 from specrl_jax.rl.microbatches import MicrobatchConfig, over_microbatches
-from specrl_jax.rl.optimizers import OptimizerConfig, apply_gradients, make_optimizer
+from specrl_jax.rl.optimizers import OptimizerConfig, apply_gradients, make_optimizer, skipped_updates
 from specrl_jax.rl.scoring import Scorer
 from specrl_jax.rollout.trajectory import Sequences
 
@@ -107,7 +107,8 @@ class SupervisedTraining:
                     layout.keep(grads),
                 )
                 after = SupervisedState(params, opt_state, state.step + 1)
-                return layout.keep(after), metrics | {"grad_norm": norm}
+                skipped = skipped_updates(opt_state)[1]
+                return layout.keep(after), metrics | {"grad_norm": norm, "skipped_in_a_row": skipped}
 
             return lax.scan(one, state, None, length=steps)
 

@@ -93,7 +93,7 @@ class Config:
     numerics: Literal["auto", "invariant", "plain"] = "auto"
     """Whether bits are independent of batch and draft length; auto: for float32 on a CPU."""
     mesh: str = "auto"
-    """data=N,fsdp=N,tensor=N; auto: data parallel over the devices that are there, as far as batches split over them."""
+    """data=N,fsdp=N,tensor=N; auto: data parallel over what devices there are, as far as batches split over it."""
     steps: int = 40
     scan_steps: int = 5
     """Steps per compiled dispatch (in-graph rewards)."""

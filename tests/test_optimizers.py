@@ -203,7 +203,7 @@ def test_whole_policy_in_a_scan(name, dtype):
     jax.tree.map(np.testing.assert_array_equal, first, second)
     assert jax.tree.map(jnp.shape, first) == jax.tree.map(jnp.shape, params)
     assert all(leaf.dtype == dtype for leaf in jax.tree.leaves(first))
-    assert all(leaf.dtype in (jnp.float32, jnp.int32) for leaf in jax.tree.leaves(state))
+    assert all(leaf.dtype in (jnp.float32, jnp.int32, jnp.bool_) for leaf in jax.tree.leaves(state))
     expected = np.sqrt(sum((leaf**2).sum() for leaf in jax.tree.leaves(as_float64(params))))
     np.testing.assert_allclose(norms[0], expected, rtol=1e-5)
     moved = jax.tree.map(lambda new, old: bool(jnp.any(new != old)), first.layers, params.layers)

@@ -48,9 +48,11 @@ GROUPS, SAMPLES = 4, 8
 class EvenSum:
     """Random prompts; a response is right when the sum of its tokens is even, so that every group has both kinds."""
 
+    vocab: int = VOCAB
+
     def issue(self, split, counters):
         key = jax.vmap(lambda c: jax.random.fold_in(jax.random.key(5), c))(counters)
-        tokens = jax.vmap(lambda k: jax.random.randint(k, (6,), 0, VOCAB, jnp.int32))(key)
+        tokens = jax.vmap(lambda k: jax.random.randint(k, (6,), 0, self.vocab, jnp.int32))(key)
         return Prompts(tokens, 2 + (counters % 5).astype(jnp.int32), counters), counters
 
     def reward(self, problems, tokens, lengths):

@@ -1,6 +1,5 @@
 """The GRPO step on every kind of mesh: the tokens and the movement of the parameters of one device."""
 
-import dataclasses
 import functools
 import re
 
@@ -9,10 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
+from test_grpo import EvenSum
 from test_rollout_programs import COLLECTIVE, instructions_in_loops
 from tiny import PLAIN, tiny_params
 
-from specrl_jax.data.prompts import Prompts
 from specrl_jax.drafters.draft_losses import DraftLossConfig
 from specrl_jax.drafters.eagle3 import Eagle3Drafter
 from specrl_jax.drafters.eagle3_params import Eagle3Config, init_eagle3
@@ -42,19 +41,6 @@ MESHES = {"8x1x1": (8, 1, 1), "4x2x1": (4, 2, 1), "2x2x2": (2, 2, 2), "1x1x8": (
 GROUPS, SAMPLES, STEPS = 8, 4, 3
 
 
-@dataclasses.dataclass(frozen=True)
-class EvenSum:
-    """Random prompts; a response is right when the sum of its tokens is even, so that every group has both kinds."""
-
-    def issue(self, split, counters):
-        key = jax.vmap(lambda c: jax.random.fold_in(jax.random.key(5), c))(counters)
-        tokens = jax.vmap(lambda k: jax.random.randint(k, (6,), 0, VOCAB, jnp.int32))(key)
-        return Prompts(tokens, 2 + (counters % 5).astype(jnp.int32), counters), counters
-
-    def reward(self, problems, tokens, lengths):
-        return ((tokens.sum(axis=1) + lengths + problems.astype(jnp.int32)) % 2).astype(jnp.float32)
-
-
 @functools.lru_cache
 def initial():
     params = tiny_params(POLICY)
@@ -73,7 +59,7 @@ def make_program(mesh, *, optimizer=None, remat=False):
         draft_sequences=4,
     )
     step = GrpoStep(engine, scorer, update, drafting, seed=0)
-    return GrpoProgram(step, make_mesh(MeshConfig(*mesh)), GROUPS, EvenSum())
+    return GrpoProgram(step, make_mesh(MeshConfig(*mesh)), GROUPS, EvenSum(VOCAB))
 
 
 def first_state(program):

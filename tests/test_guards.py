@@ -37,7 +37,7 @@ class Poisoned(EvenSum):
 
 
 def poisoned_run(folder, until, **config):
-    program = dataclasses.replace(make_program(0, updates=1), task=Poisoned(until))
+    program = dataclasses.replace(make_program(0, updates=1), task=Poisoned(until=until))
     config = RunConfig(steps=3, scan_steps=1, **config)
     return program, GrpoRun(program, config, folder, evaluate=lambda state: {}, on_step=lambda *args: None)
 

@@ -22,7 +22,7 @@ def join(coordinator: str | None, processes: int | None, process: int | None) ->
 
     Args:
         coordinator: ADDRESS:PORT of the first process; "auto" where Slurm, Open MPI or a TPU pod says it
-             (`jax.distributed.initialize`); None: the run has one process.
+            (`jax.distributed.initialize`); None: the run has one process.
         processes, process: their number, and which of them this is; given with an address alone.
 
     Raises:

@@ -67,10 +67,17 @@ class GrpoProgram:
         drafter = self.step.engine.drafter
         return getattr(getattr(drafter, "head", drafter), "config", None)
 
+    @property
+    def _policy_layout(self) -> Layout:
+        return Layout(self.mesh, self.step.engine.policy.num_kv_heads)
+
+    @property
+    def _head_layout(self) -> Layout:
+        return Layout(self.mesh, getattr(self._head, "num_kv_heads", 1))
+
     def shardings(self, state: GrpoState) -> GrpoState:
         """Where the arrays of a state lie between steps; `state` may hold shapes."""
-        policy = Layout(self.mesh, self.step.engine.policy.num_kv_heads)
-        head = Layout(self.mesh, getattr(self._head, "num_kv_heads", 1))
+        policy, head = self._policy_layout, self._head_layout
         rest, weights = jax.tree.map(lambda _: replicated(self.mesh), state), head_of(state.draft)
         return replace(
             rest,
@@ -98,12 +105,11 @@ class GrpoProgram:
         """What a rollout reads of a state, in its layout: the gather of the training's weights, once per step."""
 
         def run(state: GrpoState) -> GrpoState:
-            policy = Layout(self.mesh, self.step.engine.policy.num_kv_heads)
             draft, weights = state.draft, head_of(state.draft)
             if weights is not None:
-                draft = with_head(draft, Layout(self.mesh, getattr(self._head, "num_kv_heads", 1)).gather(weights))
+                draft = with_head(draft, self._head_layout.gather(weights))
             lean = replace(state, opt_state=None, draft_opt_state=None, reference=None)
-            return replace(lean, params=policy.gather(state.params), draft=draft)
+            return replace(lean, params=self._policy_layout.gather(state.params), draft=draft)
 
         return jax.jit(run)
 
@@ -186,11 +192,10 @@ class GrpoProgram:
     def prepare(self) -> Callable[[GrpoState, Trajectory], Any]:
         """Old and reference log-probs."""
         on_rows = over_mesh(self.mesh, self.step.prepare, (P(), trajectory_specs(P(ROWS))), P(ROWS))
-        policy = Layout(self.mesh, self.step.engine.policy.num_kv_heads)
 
         def run(state: GrpoState, trajectory: Trajectory) -> Any:
             lean = replace(state, opt_state=None, draft_opt_state=None, draft=None)
-            params, reference = policy.gather((state.params, state.reference))
+            params, reference = self._policy_layout.gather((state.params, state.reference))
             return on_rows(replace(lean, params=params, reference=reference), trajectory)
 
         return jax.jit(run)

@@ -145,7 +145,8 @@ def run_main(main: Callable[[ConfigT], None], config: type[ConfigT], presets: Ma
     try:
         parsed = parse_config(config, presets, sys.argv[1:], script=script, description=description)
         options: RunOptions = parsed.run  # type: ignore[attr-defined]
-        request_cpu_devices(getattr(parsed, "mesh", "auto"), options.processes or 1)
+        meshes = (getattr(parsed, name, default) for name, default in (("mesh", "auto"), ("rollout_mesh", None)))
+        request_cpu_devices(*filter(None, meshes), processes=options.processes or 1)
         if options.coordinator is not None and script != "train_grpo":
             raise InputError(f"--coordinator is for train_grpo; {script} runs in one process, so leave it out")
         join(options.coordinator, options.processes, options.process)
@@ -160,6 +161,17 @@ def run_main(main: Callable[[ConfigT], None], config: type[ConfigT], presets: Ma
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         sys.exit(130)
+    except jax.errors.JaxRuntimeError as error:
+        if jax.process_count() == 1:
+            raise
+        reason = " ".join(str(error).split())[:200]
+        print(
+            f"error: another process of this run is gone ({reason}); look at what it said last, start all of them "
+            "again, and go on from the last checkpoint with --resume",
+            file=sys.stderr,
+            flush=True,
+        )
+        os._exit(3)  # an orderly end would wait for the others
 
 
 @contextlib.contextmanager

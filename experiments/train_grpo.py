@@ -54,7 +54,7 @@ from specrl_jax.models.huggingface import save_policy
 from specrl_jax.models.numerics import Numerics
 from specrl_jax.models.params import PolicyParams, init_params
 from specrl_jax.parallel.hosts import of_first, shared_folder
-from specrl_jax.parallel.mesh import make_mesh
+from specrl_jax.parallel.mesh import make_mesh, parse_mesh
 from specrl_jax.parallel.sharding import Layout, row_devices
 from specrl_jax.rl.drafting import DraftTraining
 from specrl_jax.rl.grpo import GrpoState, GrpoStep, UpdateConfig
@@ -92,6 +92,7 @@ class Session:
     policy: PolicyConfig
     numerics: Numerics
     drafter: DraftModel
+    rollout_mesh: Mesh | None = None
 
     @property
     def draft_length(self) -> int:
@@ -158,6 +159,10 @@ class Session:
         engine = self.engine(draft_length, config.samples, adaptive=adaptive)
         step = GrpoStep(engine, self.scorer, update, drafting, config.run.seed, config.couple_epochs)
         return GrpoProgram(step, self.mesh, config.prompts, self.workload.in_graph, config.shuffle_rewards)
+
+    def roller(self, program: GrpoProgram) -> GrpoProgram | None:
+        """The step on the devices of the rollouts alone, where there are such."""
+        return None if self.rollout_mesh is None else program.on(self.rollout_mesh)
 
 
 def warm_up(session: Session, params: PolicyParams, out: Path) -> PolicyParams:
@@ -260,11 +265,12 @@ def controller(session: Session, program: GrpoProgram, folder: Path, start: Star
     engine = program.step.engine
     if not engine.config.adaptive:
         return None
-    prompts = session.config.prompts // row_devices(session.mesh)
+    roller = session.roller(program) or program
+    prompts = session.config.prompts // row_devices(roller.mesh)
     rows = engine.layout(prompts, session.workload.prompt_width).rows
     context = session.workload.prompt_width + session.config.max_new_tokens // 4
     nothing = jnp.int32(0)
-    served = program.gather(GrpoState(start.params, None, start.draft, None, None, nothing, nothing))
+    served = roller.receive(program.gather(GrpoState(start.params, None, start.draft, None, None, nothing, nothing)))
     return of_first(costs_at(folder / "costs.json", engine, served.params, served.draft, rows, context))
 
 
@@ -303,7 +309,8 @@ def run_arm(session: Session, label: str, folder: Path, draft_length: int, start
 
         run = GrpoRun(
             program=program,
-            config=RunConfig(config.steps, config.scan_steps, config.eval_every, config.most_skipped),
+            config=RunConfig(config.steps, config.scan_steps, config.eval_every, config.most_skipped, config.lag),
+            roller=session.roller(program),
             folder=folder,
             evaluate=evaluate,
             on_step=on_step,
@@ -343,7 +350,7 @@ def open_session(config: Config) -> tuple[Session, PolicyParams | None, DraftMod
     # What was chosen automatically is part of the run: a resumed one must choose the same.
     config = dataclasses.replace(config, mesh=str(axes), numerics=numerics.mode)
     mesh = make_mesh(axes)
-    if mesh.size < len(jax.devices()):
+    if mesh.size < len(jax.devices()) and config.rollout_mesh is None:
         print(f"using {mesh.size} of {len(jax.devices())} devices; choose with --mesh, and batches that split over it")
     workload = build_workload(config, mesh)
     params, policy = load_or_shape_policy(config, workload.tokenizer, mesh)
@@ -353,8 +360,15 @@ def open_session(config: Config) -> tuple[Session, PolicyParams | None, DraftMod
             drafter, draft = for_policy(drafter, draft, params)
     else:
         drafter, draft = Eagle3Drafter(draft_head_config(policy, config.draft.vocab_size)), None
-    session = Session(config, mesh, workload, policy, numerics, drafter)
-    session.program(session.draft_length).step.engine.check_prompt_width(workload.prompt_width)
+    if config.rollout_mesh is not None and jax.process_count() > 1:
+        raise InputError(
+            f"--rollout-mesh {config.rollout_mesh} is for one process; several take turns, so leave it out"
+        )
+    apart = None if config.rollout_mesh is None else make_mesh(parse_mesh(config.rollout_mesh), taken=mesh.size)
+    session = Session(config, mesh, workload, policy, numerics, drafter, apart)
+    program = session.program(session.draft_length)
+    program.step.engine.check_prompt_width(workload.prompt_width)
+    session.roller(program)
     if params is None:
         check_warm_up(config.warmup, mesh)
     check_history(config, workload)
@@ -368,7 +382,7 @@ def main(config: Config) -> None:
     start = time.perf_counter()
     session, params, draft = open_session(config)
     config = session.config
-    out = open_output(config.run, config, SCRIPT)
+    out = open_output(config.run, config, SCRIPT, may_change=("mesh", "rollout_mesh"))
     model_key, draft_key = jax.random.split(jax.random.key(config.run.seed))
     if params is None:
         params = warm_up(session, init_params(model_key, session.policy), out)

@@ -94,6 +94,10 @@ class Config:
     """Whether bits are independent of batch and draft length; auto: for float32 on a CPU."""
     mesh: str = "auto"
     """data=N,fsdp=N,tensor=N; auto: data parallel over what devices there are, as far as batches split over it."""
+    rollout_mesh: str | None = None
+    """Devices of the rollouts alone, of those that --mesh leaves; by default rollouts and training take turns."""
+    lag: int = 0
+    """Steps between the policy that writes a rollout and the one that learns from it; rollouts run ahead by so many."""
     steps: int = 40
     scan_steps: int = 5
     """Steps per compiled dispatch (in-graph rewards)."""
@@ -143,7 +147,7 @@ class Config:
     def __post_init__(self) -> None:
         check_least("", self, steps=1, scan_steps=1, prompts=1, samples=2, max_prompt_tokens=1, data_limit=1)
         check_least("", self, updates_per_rollout=1, epochs=1, history=1, most_skipped=1)
-        check_least("", self, eval_problems=2, eval_every=0, sample_every=0)
+        check_least("", self, eval_problems=2, eval_every=0, sample_every=0, lag=0)
         if self.law.temperature == 0.0:
             raise InputError("--temperature is 0.0: all responses of a group would be one; choose a value above 0")
 
@@ -163,6 +167,10 @@ class Config:
             raise InputError(f"--lenience {self.speculation.lenience} changes the law of the responses and {needs}")
         if self.loss_on == "full" and self.loss.importance_cap == 0.0:
             raise InputError(f"--loss-on full is not the law that responses are drawn from and {needs}")
+        if self.lag and self.loss.importance_cap == 0.0:
+            raise InputError(f"--lag {self.lag} learns from responses of older policies and {needs}")
+        if self.rollout_mesh is not None and self.mesh == "auto":
+            raise InputError(f"--rollout-mesh {self.rollout_mesh} needs the rest of the devices as --mesh; give both")
         if self.couple_epochs and (self.task == "arithmetic" or self.speculation.rule != "match"):
             raise InputError("--couple-epochs needs --task jsonl, whose prompts come again, and --rule match")
         if self.drafter is not None and not self.speculation.with_head:

@@ -22,6 +22,13 @@ if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
 jax.config.update("jax_compilation_cache_dir", os.environ["JAX_COMPILATION_CACHE_DIR"])
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.3)
 
+# And they compile more than they compute: doing so quickly nearly halves a run. JAX_DISABLE_MOST_OPTIMIZATIONS=0
+# compiles as users do; .ci/run does so for the tests of bits, some of which hold only then.
+if os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1") == "1":
+    jax.config.update("jax_disable_most_optimizations", True)
+    if jax.__version_info__ < (0, 11):  # a newer XLA may not know the flag, and would end the process
+        os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_cpu_use_fusion_emitters=false"
+
 _dataclass = struct.dataclass
 
 
@@ -42,6 +49,12 @@ def pytest_collection_modifyitems(items):
     for item in items:
         if not any(map(item.get_closest_marker, ("ci", "full"))):
             raise pytest.UsageError(f"{item.nodeid} is marked neither ci nor full")
+
+
+@pytest.fixture
+def compiled_as_users_do():
+    """Whether single operations and whole programs round alike."""
+    return not jax.config.values["jax_disable_most_optimizations"]
 
 
 @pytest.fixture(autouse=True, scope="module")

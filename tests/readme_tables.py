@@ -310,6 +310,25 @@ def online_adaptation_table() -> str:
     return markdown_table(rows)
 
 
+def async_table() -> str:
+    """Synchronous and asynchronous steps, from results/speed/async_pipeline.json."""
+    rows = []
+    for row in _read(SPEED / "async_pipeline.json")["rows"]:
+        rows.append(
+            {
+                "lag": row["lag"],
+                "drafts": "yes" if row["drafts"] else "no",
+                "step (s)": _mean(row, "step_s"),
+                "exposed rollout (s)": _mean(row, "exposed_s"),
+                "speed-up of the step": _mean(row, "speedup"),
+                "reward": f"{row['reward_before']:.2f} to {row['reward_after']:.2f}",
+                "NeMo RL: step (s)": row["paper_step_s"],
+                "exposed there (s)": row["paper_exposed_s"],
+            }
+        )
+    return markdown_table(rows)
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "demo": demo_table,
     "losslessness": losslessness_table,
@@ -326,6 +345,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "acceptance_by_task": acceptance_by_task_table,
     "acceptance_by_depth": acceptance_by_depth_table,
     "online_adaptation": online_adaptation_table,
+    "async": async_table,
 }
 
 

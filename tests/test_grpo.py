@@ -121,9 +121,10 @@ def sha(tree):
 def in_pieces(program, state, steps):
     tokens = []
     for _ in range(steps):
-        prompts, problems = program.issue(state)
-        trajectory = program.rollout(state, prompts)
-        rewards = program.reward(state, problems, trajectory)
+        served = program.gather(state)
+        prompts, problems = program.issue(served)
+        trajectory = program.rollout(served, prompts)
+        rewards = program.reward(served, problems, trajectory)
         prepared = program.prepare(state, trajectory)
         state, _, examples = program.update(state, trajectory, prepared, rewards)
         state, _ = program.update_drafter(state, trajectory, examples)
@@ -257,8 +258,9 @@ def test_a_change_in_the_noise_key_is_caught(monkeypatch):
     original = grpo.sequence_keys
     monkeypatch.setattr(grpo, "sequence_keys", lambda *args: original(*args) ^ jnp.uint32(1))
     state = first_state(program)
-    prompts, _ = program.issue(state)
-    tokens = program.rollout(state, prompts).tokens
+    served = program.gather(state)
+    prompts, _ = program.issue(served)
+    tokens = program.rollout(served, prompts).tokens
     assert not np.array_equal(tokens, autoregressive()[2].tokens[0])
 
 
@@ -273,9 +275,10 @@ def test_the_draft_update_leaves_the_policy_gradient_alone(numerics):
     for online in (True, False):
         program = make_program(3, online=online, numerics=numerics, updates=1)
         state = first_state(program)
-        prompts, problems = program.issue(state)
-        trajectory = program.rollout(state, prompts)
-        rewards = program.reward(state, problems, trajectory)
+        served = program.gather(state)
+        prompts, problems = program.issue(served)
+        trajectory = program.rollout(served, prompts)
+        rewards = program.reward(served, problems, trajectory)
         state, metrics, examples = program.update(state, trajectory, program.prepare(state, trajectory), rewards)
         assert (examples is not None) == online
         states.append((sha(state.params), sha(state.opt_state), float(metrics["grad_norm"])))
@@ -286,8 +289,9 @@ def test_the_draft_update_leaves_the_policy_gradient_alone(numerics):
 def test_old_log_probs_recomputed_are_those_of_the_rollout():
     program = make_program(0, recompute_logprobs=True)
     state = first_state(program)
-    prompts, _ = program.issue(state)
-    trajectory = program.rollout(state, prompts)
+    served = program.gather(state)
+    prompts, _ = program.issue(served)
+    trajectory = program.rollout(served, prompts)
     recomputed, _ = program.prepare(state, trajectory)
     kept, _ = make_program(0).prepare(state, trajectory)
     assert np.asarray(kept.mask).any()
@@ -331,15 +335,16 @@ def test_shuffled_rewards_keep_each_group():
     program = make_program(0)
     state = first_state(program)
     shuffled = dataclasses.replace(program, shuffle_rewards=True)
-    prompts, problems = program.issue(state)
-    trajectory = program.rollout(state, prompts)
-    before = np.asarray(program.reward(state, problems, trajectory)).reshape(GROUPS, SAMPLES)
-    after = np.asarray(shuffled.reward(state, problems, trajectory)).reshape(GROUPS, SAMPLES)
+    served = program.gather(state)
+    prompts, problems = program.issue(served)
+    trajectory = program.rollout(served, prompts)
+    before = np.asarray(program.reward(served, problems, trajectory)).reshape(GROUPS, SAMPLES)
+    after = np.asarray(shuffled.reward(served, problems, trajectory)).reshape(GROUPS, SAMPLES)
     assert not np.array_equal(before, after)
     np.testing.assert_array_equal(np.sort(before, 1), np.sort(after, 1))
     # Rewards from the host are handed out in the same way.
-    np.testing.assert_array_equal(shuffled.hand_out(state, trajectory, before.reshape(-1)), after.reshape(-1))
-    np.testing.assert_array_equal(program.hand_out(state, trajectory, before.reshape(-1)), before.reshape(-1))
+    np.testing.assert_array_equal(shuffled.hand_out(served, trajectory, before.reshape(-1)), after.reshape(-1))
+    np.testing.assert_array_equal(program.hand_out(served, trajectory, before.reshape(-1)), before.reshape(-1))
 
 
 @ci
@@ -397,8 +402,9 @@ def test_what_is_not_drawn_from_the_loss_law_is_corrected(kind):
         make_program(3, **choice)
     program = make_program(3, updates=1, loss=CORRECTED, **choice)
     state = first_state(program)
-    prompts, problems = program.issue(state)
-    trajectory = program.rollout(state, prompts)
+    served = program.gather(state)
+    prompts, problems = program.issue(served)
+    trajectory = program.rollout(served, prompts)
     prepared = program.prepare(state, trajectory)
     sequences, _ = prepared
     mask = np.asarray(sequences.mask)
@@ -406,7 +412,7 @@ def test_what_is_not_drawn_from_the_loss_law_is_corrected(kind):
     assert np.abs(drift).max() > 0.05
     if kind == "full":
         assert drift.max() < 1e-5  # on its support the filtered law has more than the full one
-    _, metrics, _ = program.update(state, trajectory, prepared, program.reward(state, problems, trajectory))
+    _, metrics, _ = program.update(state, trajectory, prepared, program.reward(served, problems, trajectory))
     np.testing.assert_allclose(metrics["importance_weight"], np.minimum(np.exp(drift), 2.0).mean(), rtol=1e-5)
     assert float(metrics["ratio"]) == 1.0  # new against old policy, whatever the behaviour
 
@@ -415,11 +421,11 @@ def test_what_is_not_drawn_from_the_loss_law_is_corrected(kind):
 def test_coupled_epochs_give_a_prompt_the_same_noise_at_every_update():
     for coupled in (False, True):
         step = make_program(0, couple_epochs=coupled).step
-        state = first_state(make_program(0))
-        prompts, _ = make_program(0).issue(state)
-        later = dataclasses.replace(state, updates=state.updates + 7)
-        same = np.array_equal(step.noise_keys(state, prompts), step.noise_keys(later, prompts))
-        assert same == coupled
+        served = make_program(0).gather(first_state(make_program(0)))
+        prompts, _ = make_program(0).issue(served)
+        for later in (served.replace(updates=served.updates + 7), served.replace(behind=served.behind + 7)):
+            same = np.array_equal(step.noise_keys(served, prompts), step.noise_keys(later, prompts))
+            assert same == coupled
 
 
 @ci

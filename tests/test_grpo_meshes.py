@@ -29,7 +29,7 @@ from specrl_jax.rl.scoring import Scorer
 from specrl_jax.rollout.config import RolloutConfig
 from specrl_jax.rollout.engine import RolloutEngine
 from specrl_jax.rollout.sampling import SamplingLaw
-from specrl_jax.training.checkpoints import restore_checkpoint, save_checkpoint
+from specrl_jax.training.checkpoints import CheckpointWriter, restore_checkpoint
 
 pytestmark = pytest.mark.ci
 
@@ -189,7 +189,8 @@ def test_devices_end_their_rollouts_when_they_are_done():
 def test_a_checkpoint_is_restored_on_another_mesh(tmp_path, axes):
     saving, restoring = make_program(MESHES["4x2x1"]), make_program(axes)
     state = first_state(saving)
-    save_checkpoint(tmp_path, 1, state, {})
+    with CheckpointWriter(tmp_path) as writer:
+        writer.save(1, state, {})
     restored, _ = restore_checkpoint(tmp_path, first_state(restoring))
     jax.tree.map(np.testing.assert_array_equal, jax.device_get(restored), jax.device_get(state))
     q_proj = restored.params.layers[0].q_proj

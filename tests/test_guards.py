@@ -16,8 +16,8 @@ from test_grpo import EvenSum, first_state, make_program, sha
 from experiments import train_grpo
 from specrl_jax.errors import InputError
 from specrl_jax.rl.optimizers import OptimizerConfig, apply_gradients, make_optimizer, skipped_updates
-from specrl_jax.training import checkpoints, grpo_run
-from specrl_jax.training.checkpoints import check_room
+from specrl_jax.training import checkpoints
+from specrl_jax.training.checkpoints import CheckpointWriter, check_room
 from specrl_jax.training.grpo_run import GrpoRun, RunConfig
 from specrl_jax.training.metrics import read_metrics
 from specrl_jax.training.stages import run_stage
@@ -93,15 +93,15 @@ def test_sigterm_saves_and_a_resumed_run_ends_in_the_same_bits(tmp_path, monkeyp
     options = ["--preset", "smoke", "--no-compare", "--steps", 2, "--scan-steps", 1, "--eval-every", 0]
     options += ["--policy", models / "policy", "--drafter", models / "drafter", "--max-new-tokens", 12]
     run_script(monkeypatch, train_grpo, *options, "--out", tmp_path / "whole")
-    keep = grpo_run.save_checkpoint
+    keep = CheckpointWriter.save
 
-    def save_and_be_asked(*args, **kwargs):
+    def save_and_be_asked(*args):
         os.kill(os.getpid(), signal.SIGTERM)
-        return keep(*args, **kwargs)
+        keep(*args)
 
     out = tmp_path / "run"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(grpo_run, "save_checkpoint", save_and_be_asked)
+        patch.setattr(CheckpointWriter, "save", save_and_be_asked)
         capsys.readouterr()
         run_script(patch, train_grpo, *options, "--out", out)  # returns, so that the process exits with 0
         assert capsys.readouterr().err.endswith("stopped by SIGTERM; go on with --resume\n")

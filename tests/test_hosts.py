@@ -5,6 +5,7 @@ import os
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import jax
@@ -50,6 +51,14 @@ def folder(tmp_path_factory):
     return folder
 
 
+def start_together(folder, out, mesh, count, *argv):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    shared = ("--coordinator", address, "--processes", count, *argv)
+    return [start(folder, out, mesh, *shared, "--process", i) for i in range(count)]
+
+
 @pytest.mark.parametrize(
     ("count", "mesh"),
     [
@@ -61,12 +70,8 @@ def folder(tmp_path_factory):
 def test_several_processes_are_one_run(folder, tmp_path, count, mesh):
     """Their metrics are those of one process with as many devices; the first prints and writes the run's files."""
     alone = start(folder, tmp_path / "alone", mesh)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{free.getsockname()[1]}"
     out = tmp_path / "together"
-    shared = ("--coordinator", address, "--processes", count)
-    together = [start(folder, out, mesh, *shared, "--process", i) for i in range(count)]
+    together = start_together(folder, out, mesh, count)
     finish(alone)
     said = [finish(process) for process in together]
     assert "GRPO 2/2" in said[0]
@@ -84,6 +89,28 @@ def test_several_processes_are_one_run(folder, tmp_path, count, mesh):
     assert (out / "policy" / "model.safetensors").is_file()
     assert not (out / "hosts" / "1" / "policy").exists()
     assert sorted(path.name for path in (out / "checkpoints" / "grpo").iterdir()) == ["1", "2"]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("killed", [0, 1])
+def test_when_one_is_killed_the_others_say_so_and_the_run_goes_on_from_its_checkpoint(folder, tmp_path, killed):
+    out, options = tmp_path / "out", ("--steps", 6, "--lag", 1, "--loss.importance-cap", 2, "--eval-every", 0)
+    whole = start_together(folder, tmp_path / "whole", "data=2", 2, *options)
+    together = start_together(folder, out, "data=2", 2, *options)
+    while len(read_metrics(out)) < 3:
+        assert together[0].poll() is None
+        time.sleep(0.2)
+    together[killed].kill()
+    together[killed].communicate()
+    _, complained = together[1 - killed].communicate(timeout=300)
+    assert together[1 - killed].returncode != 0
+    # Which of them speaks first, this program or the runtime beneath, is a matter of luck.
+    assert "another process of this run is gone" in complained or "another task died" in complained
+    for process in (*whole, *start_together(folder, out, "data=2", 2, *options, "--resume")):
+        finish(process)
+    assert len(read_metrics(out)) == 6
+    for name in ("trajectories.bin", "policy/model.safetensors"):
+        assert (out / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
 
 
 @pytest.mark.ci

@@ -76,7 +76,7 @@ def unrolled(drafter, params, embed, expected):
 
 def test_trained_heads_equal_vllm(case):
     """Three drafts from every slot in the unroll of the training."""
-    np.testing.assert_allclose(unrolled(*case), case[3]["drafts"], atol=1e-4)
+    np.testing.assert_allclose(unrolled(*case), case[3]["drafts"], rtol=2e-5, atol=1e-4)
 
 
 def test_served_heads_equal_vllm(case):

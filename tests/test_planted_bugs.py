@@ -140,11 +140,12 @@ def test_caught_verification_with_the_last_steps_weights():
     program = make_program(3, updates=1)
     first = first_state(program)
     second, _ = scanned(program, 1)(first)
-    prompts, problems = program.issue(second)
+    served = program.gather(second)
+    prompts, problems = program.issue(served)
     ratios = []
     for params in (second.params, first.params):
-        trajectory = program.rollout(replace(second, params=params), prompts)
-        rewards = program.reward(second, problems, trajectory)
+        trajectory = program.rollout(served.replace(params=params), prompts)
+        rewards = program.reward(served, problems, trajectory)
         _, metrics, _ = program.update(second, trajectory, program.prepare(second, trajectory), rewards)
         ratios.append((float(metrics["ratio"]), float(metrics["token_mult_prob_error"])))
     assert ratios[0] == (1.0, 1.0)

@@ -72,6 +72,18 @@ def test_online_adaptation_compares_heads_on_the_same_policy(monkeypatch, tmp_pa
         assert rows[0][field] == rows[1][field]
 
 
+@full
+def test_async_pipeline_has_a_row_per_lag_with_and_without_drafts(monkeypatch, tmp_path):
+    rows = rows_of(monkeypatch, "async_pipeline", tmp_path / "out")
+    assert [(row["lag"], row["drafts"]) for row in rows] == [(0, False), (0, True), (1, False), (1, True)]
+    for row in rows:
+        assert 0.0 <= row["exposed_s"] <= row["step_s"]
+    # Drafts change no token, at any lag.
+    for field in ("reward_before", "reward_after"):
+        assert rows[0][field] == rows[1][field]
+        assert rows[2][field] == rows[3][field]
+
+
 @ci
 @pytest.mark.parametrize(
     ("script", "argv", "sentence"),
@@ -86,6 +98,10 @@ def test_online_adaptation_compares_heads_on_the_same_policy(monkeypatch, tmp_pa
         ("draft_methods", ("--head.kind", "block"), "--drafter and --head.kind are chosen by the table"),
         ("online_adaptation", ("--averages", 1.5), "--averages is (1.5,); choose shares between 0 and 1"),
         ("online_adaptation", ("--draft-length", 0), "are chosen by the table"),
+        ("async_pipeline", ("--lag", 1), "--lag, --compare and runs without drafts are chosen by the table"),
+        ("async_pipeline", ("--lags", 0, 0), "--lags is (0, 0); choose different numbers from 0"),
+        ("async_pipeline", ("--loss.importance-cap", 0), "--lag 1 learns from responses of older policies"),
+        ("async_pipeline", ("--mesh", "auto"), "--rollout-mesh data=1 needs the rest of the devices as --mesh"),
         ("online_adaptation", ("--drafter", "some"), "--drafter was made for a policy; give that --policy too"),
     ],
 )

@@ -22,6 +22,7 @@ from experiments.common import parse_config
 from experiments.setup import resolve_mesh
 from specrl_jax.data import arithmetic
 from specrl_jax.training import costs, grpo_run, stages
+from specrl_jax.training.checkpoints import CheckpointWriter
 from specrl_jax.training.metrics import read_metrics
 
 ROOT = Path(__file__).parents[1]
@@ -252,15 +253,15 @@ def _run_until_saved(module, times, out, *argv):
     """Run train_grpo until `module` is about to write a checkpoint for the `times`-th time."""
     saved = []
 
-    def save(*args, **options):
-        saved.append(args)
-        if len(saved) == times:
-            raise KilledError
-        return keep(*args, **options)
+    class Writer(CheckpointWriter):
+        def save(self, *args):
+            saved.append(args)
+            if len(saved) == times:
+                raise KilledError
+            super().save(*args)
 
-    keep = module.save_checkpoint
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "save_checkpoint", save)
+        patch.setattr(module, "CheckpointWriter", Writer)
         with pytest.raises(KilledError):
             run_script(patch, train_grpo, *argv, "--out", out)
 

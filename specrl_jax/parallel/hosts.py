@@ -15,6 +15,8 @@ from jax.experimental import multihost_utils
 from specrl_jax.errors import InputError
 
 HOSTS_FOLDER = "hosts"
+_GONE_AFTER_S = 40
+"""A process that is not heard from for so long is gone, and the runtime ends the others."""
 
 
 def join(coordinator: str | None, processes: int | None, process: int | None) -> None:
@@ -40,10 +42,8 @@ def join(coordinator: str | None, processes: int | None, process: int | None) ->
             f"they are {processes} and {process}"
         )
     try:
-        if coordinator == "auto":
-            jax.distributed.initialize()
-        else:
-            jax.distributed.initialize(coordinator, processes, process)
+        address = None if coordinator == "auto" else coordinator
+        jax.distributed.initialize(address, processes, process, heartbeat_timeout_seconds=_GONE_AFTER_S)
     except (ValueError, RuntimeError) as error:
         reason = str(error).partition("\n")[0].rstrip(".")
         raise InputError(f"--coordinator {coordinator}: {reason}; see experiments/launch for examples") from None

@@ -63,13 +63,14 @@ def parse_mesh(text: str) -> MeshConfig:
     return MeshConfig(**sizes)
 
 
-def request_cpu_devices(text: str, processes: int = 1) -> None:
-    """Virtual CPU devices for a mesh, or two (one per core) for "auto"; without effect on other platforms.
+def request_cpu_devices(*meshes: str, processes: int = 1) -> None:
+    """Virtual CPU devices for meshes, or two (one per core) for "auto"; without effect on other platforms.
 
     The loops of a rollout run on one core each, so two devices roll out nearly twice as fast
     as one. Call it before jax makes its devices. Of `processes`, each makes its share.
     """
-    wanted = min(2, os.cpu_count() or 1) if text == "auto" else -(-parse_mesh(text).size // processes)
+    sizes = (min(2, os.cpu_count() or 1) * processes if text == "auto" else parse_mesh(text).size for text in meshes)
+    wanted = -(-sum(sizes) // processes)
     if wanted > jax.config.values["jax_num_cpu_devices"]:
         with contextlib.suppress(RuntimeError):  # jax has its devices already
             jax.config.update("jax_num_cpu_devices", wanted)
@@ -83,13 +84,17 @@ def auto_mesh(fits: Callable[[int], bool]) -> MeshConfig:
     return MeshConfig(data=max(n for n in range(1, count + 1) if n == 1 or fits(n)))
 
 
-def make_mesh(config: MeshConfig) -> Mesh:
-    """A mesh with the axes `data`, `fsdp` and `tensor` over the first `config.size` devices.
+def make_mesh(config: MeshConfig, taken: int = 0) -> Mesh:
+    """A mesh with the axes `data`, `fsdp` and `tensor` over the first `config.size` devices after those `taken`.
 
     Raises:
         InputError: fewer devices are present than the mesh takes.
     """
-    devices = jax.devices()
+    devices = jax.devices()[taken:]
+    if not devices:
+        raise InputError(
+            f"mesh {config} takes {config.size} devices but another mesh has all {taken}; make that smaller"
+        )
     if config.size > len(devices):
         hint = ""
         if devices[0].platform == "cpu":

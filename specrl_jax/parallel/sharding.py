@@ -121,11 +121,15 @@ class Layout:
         """As `place`, traced."""
         return lax.with_sharding_constraint(tree, self.stored(tree))
 
+    def gathered(self, tree: Any) -> Any:
+        """Shardings as rollouts and gradients read the arrays: split over `tensor` alone."""
+        return self._shardings(tree, dict(self.mesh.shape) | {FSDP: 1})
+
     def gather(self, tree: Any) -> Any:
-        """The arrays as rollouts and gradients read them, traced: split over `tensor` alone."""
+        """The arrays as `gathered` says, traced."""
         if self.mesh.shape[FSDP] == 1:
             return tree
-        return lax.with_sharding_constraint(tree, self._shardings(tree, dict(self.mesh.shape) | {FSDP: 1}))
+        return lax.with_sharding_constraint(tree, self.gathered(tree))
 
 
 def replicated(mesh: Mesh) -> NamedSharding:

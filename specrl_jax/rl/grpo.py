@@ -87,7 +87,7 @@ class GrpoState:
     draft, draft_opt_state: the drafter's parameters (head, earlier responses, both or None), and the head's optimizer.
     reference: the policy of the KL penalty, or None.
     updates: optimizer steps of the policy so far; part of the noise key of the next rollout.
-    issued: prompts issued so far, the global problem counter.
+    issued: prompts that it has learned from so far, the global problem counter.
     control: the draft-length controller, its cost table included; None where the draft length is fixed.
     """
 
@@ -97,6 +97,25 @@ class GrpoState:
     draft_opt_state: Any
     reference: PolicyParams | None
     updates: Int[Array, ""]
+    issued: Array
+    control: Control | None = None
+
+
+@struct.dataclass
+class RolloutState:
+    """What a rollout reads of a run.
+
+    params, draft: policy and drafter in a rollout's layout.
+    updates: optimizer steps of that policy so far, its version.
+    behind: optimizer steps that it lacks of the policy that will learn from the rollout; 0 in a synchronous run.
+    issued: prompts issued before.
+    control: as in `GrpoState`.
+    """
+
+    params: PolicyParams
+    draft: Any
+    updates: Int[Array, ""]
+    behind: Int[Array, ""]
     issued: Array
     control: Control | None = None
 
@@ -178,14 +197,14 @@ class GrpoStep:
         """Responses per prompt."""
         return self.engine.config.samples_per_prompt
 
-    def noise_keys(self, state: GrpoState, prompts: Prompts) -> UInt32[Array, "b 2"]:
+    def noise_keys(self, state: RolloutState, prompts: Prompts) -> UInt32[Array, "b 2"]:
         """Noise key of every sequence of the next rollout."""
         samples = jnp.tile(jnp.arange(self.samples, dtype=jnp.int32), prompts.tokens.shape[0])
         row_ids = jnp.repeat(prompts.row_ids, self.samples)
-        update = jnp.int32(0) if self.couple_epochs else state.updates
+        update = jnp.int32(0) if self.couple_epochs else state.updates + state.behind
         return sequence_keys(self.seed, "rollout", update, row_ids, samples)
 
-    def rollout(self, state: GrpoState, prompts: Prompts) -> Trajectory:
+    def rollout(self, state: RolloutState, prompts: Prompts) -> Trajectory:
         """Responses to the prompts of this device; speculation counts are summed over the mesh."""
         keys = self.noise_keys(state, prompts)
         draft = state.draft if self.engine.speculative else None
@@ -194,7 +213,8 @@ class GrpoStep:
         control = trajectory.control
         if control is not None and state.control is not None:
             control = merge(state.control, control)
-        return dataclasses.replace(trajectory, stats=totals[0], entropy_sum=totals[1], control=control)
+        version = jnp.full(trajectory.lengths.shape, state.updates)
+        return dataclasses.replace(trajectory, stats=totals[0], entropy_sum=totals[1], control=control, version=version)
 
     def prepare(self, state: GrpoState, trajectory: Trajectory) -> Prepared:
         """Sequences with their old log-probs as configured, and the reference's where there is one."""

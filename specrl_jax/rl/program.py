@@ -23,7 +23,7 @@ from specrl_jax.errors import InputError
 from specrl_jax.parallel.sharding import ROWS, Layout, check_splits, over_mesh, replicated, row_devices
 from specrl_jax.rl.advantages import shuffle_within_groups
 from specrl_jax.rl.drafting import DraftExamples
-from specrl_jax.rl.grpo import GrpoState, GrpoStep
+from specrl_jax.rl.grpo import GrpoState, GrpoStep, RolloutState
 from specrl_jax.rl.microbatches import check_microbatch
 from specrl_jax.rl.tasks import InGraphTask, for_every_sample
 from specrl_jax.rollout.trajectory import Trajectory, trajectory_specs
@@ -36,6 +36,7 @@ class GrpoProgram:
     groups: prompts per step, over the whole mesh.
     task: an in-graph task, or None when prompts and rewards come from the host.
     shuffle_rewards: hand out the rewards of a group at random (a control that must not learn).
+    learns: whether updates run on this mesh too, or rollouts alone.
     """
 
     step: GrpoStep
@@ -43,12 +44,24 @@ class GrpoProgram:
     groups: int
     task: InGraphTask | None = None
     shuffle_rewards: bool = False
+    learns: bool = True
+
+    def on(self, mesh: Mesh) -> "GrpoProgram":
+        """The rollouts of the same step on a mesh of their own."""
+        return replace(self, mesh=mesh, learns=False)
 
     def __post_init__(self) -> None:
         check_splits("policy", self.step.engine.policy, self.mesh)
         if self._head is not None:
             check_splits("draft head", self._head, self.mesh)
         devices, update = row_devices(self.mesh), self.step.update_config
+        if not self.learns:
+            if self.groups % devices:
+                raise InputError(
+                    f"{self.groups} prompts per step do not split over the {devices} devices of the rollouts; "
+                    f"choose a multiple of {devices}"
+                )
+            return
         parts = devices * update.updates_per_rollout
         if self.groups % parts:
             raise InputError(
@@ -101,37 +114,44 @@ class GrpoProgram:
         return jax.jit(over_mesh(self.mesh, fn, in_specs, out_specs))
 
     @cached_property
-    def gather(self) -> Callable[[GrpoState], GrpoState]:
+    def gather(self) -> Callable[[GrpoState], RolloutState]:
         """What a rollout reads of a state, in its layout: the gather of the training's weights, once per step."""
 
-        def run(state: GrpoState) -> GrpoState:
+        def run(state: GrpoState) -> RolloutState:
             draft, weights = state.draft, head_of(state.draft)
             if weights is not None:
                 draft = with_head(draft, self._head_layout.gather(weights))
-            lean = replace(state, opt_state=None, draft_opt_state=None, reference=None)
-            return replace(lean, params=self._policy_layout.gather(state.params), draft=draft)
+            params = self._policy_layout.gather(state.params)
+            return RolloutState(params, draft, state.updates, jnp.int32(0), state.issued, state.control)
 
         return jax.jit(run)
 
-    def _issue(self, state: GrpoState, split: Split = "train") -> tuple[Prompts, Any]:
+    def receive(self, served: RolloutState) -> RolloutState:
+        """What `gather` gave on another mesh, on this one."""
+        where, weights = jax.tree.map(lambda _: replicated(self.mesh), served), head_of(served.draft)
+        draft = where.draft if weights is None else with_head(where.draft, self._head_layout.gathered(weights))
+        params = self._policy_layout.gathered(served.params)
+        return jax.device_put(served, replace(where, params=params, draft=draft))
+
+    def _issue(self, state: RolloutState, split: Split = "train") -> tuple[Prompts, Any]:
         if self.task is None:
             raise ValueError("this task's prompts come from the host")
         local = self.groups // row_devices(self.mesh)
         first = state.issued + jnp.uint32(local) * lax.axis_index(ROWS).astype(jnp.uint32)
         return self.task.issue(split, first + jnp.arange(local, dtype=jnp.uint32))
 
-    def _reward(self, state: GrpoState, problems: Any, trajectory: Trajectory) -> Float[Array, "b"]:
+    def _reward(self, state: RolloutState, problems: Any, trajectory: Trajectory) -> Float[Array, "b"]:
         if self.task is None:
             raise ValueError("this task's rewards come from the host")
         samples = self.step.samples
         rewards = self.task.reward(for_every_sample(problems, samples), trajectory.tokens, trajectory.lengths)
         return self._handed_out(state, trajectory, rewards)
 
-    def _handed_out(self, state: GrpoState, trajectory: Trajectory, rewards: Float[Array, "b"]) -> Float[Array, "b"]:
+    def _handed_out(self, state: RolloutState, trajectory: Trajectory, rewards: Float[Array, "b"]) -> Float[Array, "b"]:
         """The rewards as they are given to the responses: their own, or shuffled."""
         if not self.shuffle_rewards:
             return rewards
-        key = jax.random.fold_in(jax.random.key(self.step.seed), state.updates)
+        key = jax.random.fold_in(jax.random.key(self.step.seed), state.updates + state.behind)
         return shuffle_within_groups(rewards, self.step.samples, key, trajectory.prompts.row_ids)
 
     def _one_step(self, state: GrpoState, _: None) -> tuple[GrpoState, tuple[Any, Trajectory, Array]]:
@@ -156,15 +176,15 @@ class GrpoProgram:
         return jax.jit(run, donate_argnums=0)
 
     @cached_property
-    def issue(self) -> Callable[[GrpoState], tuple[Prompts, Any]]:
+    def issue(self) -> Callable[[RolloutState], tuple[Prompts, Any]]:
         """Next prompts of an in-graph task, and what its reward judges by."""
         return self._on_rows(self._issue, (P(),), (P(ROWS), P(ROWS)))
 
     @cached_property
-    def prefill(self) -> Callable[[GrpoState, Prompts], Any]:
+    def prefill(self) -> Callable[[RolloutState, Prompts], Any]:
         """The first part of `rollout` alone, for its time."""
 
-        def run(state: GrpoState, prompts: Prompts) -> Any:
+        def run(state: RolloutState, prompts: Prompts) -> Any:
             draft = state.draft if self.step.engine.speculative else None
             keys = self.step.noise_keys(state, prompts)
             return self.step.engine.start(state.params, draft, prompts, keys, state.control).rows
@@ -172,18 +192,18 @@ class GrpoProgram:
         return self._on_rows(run, (P(), P(ROWS)), P(ROWS))
 
     @cached_property
-    def rollout(self) -> Callable[[GrpoState, Prompts], Trajectory]:
+    def rollout(self) -> Callable[[RolloutState, Prompts], Trajectory]:
         """Responses to prompts; the state comes from `gather`."""
         return self._on_rows(self.step.rollout, (P(), P(ROWS)), trajectory_specs(P(ROWS)))
 
     @cached_property
-    def reward(self) -> Callable[[GrpoState, Any, Trajectory], Array]:
+    def reward(self) -> Callable[[RolloutState, Any, Trajectory], Array]:
         """Rewards of an in-graph task."""
         specs = (P(), P(ROWS), trajectory_specs(P(ROWS)))
         return self._on_rows(self._reward, specs, P(ROWS))
 
     @cached_property
-    def hand_out(self) -> Callable[[GrpoState, Trajectory, Float[Array, "b"]], Float[Array, "b"]]:
+    def hand_out(self) -> Callable[[RolloutState, Trajectory, Float[Array, "b"]], Float[Array, "b"]]:
         """Rewards from the host as they are given to the responses."""
         specs = (P(), trajectory_specs(P(ROWS)), P(ROWS))
         return self._on_rows(self._handed_out, specs, P(ROWS))

@@ -56,6 +56,7 @@ class Trajectory:
     entropy_sum: entropy of the law in nats, summed over all response tokens, `[]`.
     stats: speculation counts.
     control: the draft-length controller with what it learned, None where the draft length is fixed.
+    version: optimizer steps of the policy that wrote each response, `[b]`; None outside of a run.
     """
 
     prompts: Prompts
@@ -67,6 +68,7 @@ class Trajectory:
     entropy_sum: Float[Array, ""]
     stats: RolloutStats
     control: Control | None = None
+    version: Int[Array, "b"] | None = None
 
 
 @struct.dataclass
@@ -117,5 +119,5 @@ def to_sequences(trajectory: Trajectory) -> Sequences:
 
 def trajectory_specs(rows: P) -> Any:
     """Partition of a trajectory: rows as given, counts replicated."""
-    names = ("prompts", "tokens", "log_probs", "thresholds", "lengths", "ended")
+    names = ("prompts", "tokens", "log_probs", "thresholds", "lengths", "ended", "version")
     return Trajectory(**dict.fromkeys(names, rows), entropy_sum=P(), stats=P(), control=P())  # type: ignore[arg-type]  # a prefix of specs, not arrays

@@ -2,54 +2,86 @@
 
 Everything needed to continue to the same bits is an array of the state (random
 keys as plain integers) or an entry of the JSON object. A checkpoint is written
-to a temporary folder and then renamed, so a run killed while saving still holds
-the one before.
+to a temporary folder, while the run goes on, and then renamed, so a run killed
+while saving still holds the one before.
 """
 
 import contextlib
+import math
 import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
-from orbax.checkpoint.checkpoint_managers import LatestN
+from orbax.checkpoint.checkpoint_managers import AnyPreservationPolicy, BestN, LatestN
 
 from specrl_jax.errors import InputError
 from specrl_jax.parallel.hosts import any_of
 
 _STATE = "state"
 _META = "meta"
+_SCORE = "score"
 
 
-def save_checkpoint(folder: Path, step: int, state: Any, meta: Mapping[str, Any], keep: int = 2) -> None:
-    """Save `state` and `meta` as the checkpoint of `step`, and delete all but the last `keep`.
+def _score(metrics: Any) -> float:
+    return float(metrics[_SCORE])
 
-    Returns when the checkpoint is complete on disk. A step that is already
-    saved is left as it is: the state is a function of the step.
+
+_BEST = BestN(get_metric_fn=_score, n=1, keep_checkpoints_without_metrics=False)
+
+
+class CheckpointWriter:
+    """Saves checkpoints of a run into a folder; a context, at whose end the last one is complete on disk.
 
     Args:
-        folder: folder of all checkpoints of the run, made where missing.
-        step: steps done so far; it must be larger than that of the last checkpoint.
-        state: pytree of JAX or NumPy arrays, none of them empty.
-        meta: JSON object.
-        keep: checkpoints left afterwards, this one included.
+        folder: of all checkpoints of the run, made where missing.
+        keep: checkpoints that are kept, the last ones; the one with the best score is kept besides.
     """
-    with _manager(folder, keep) as manager:
-        if step in manager.all_steps():
+
+    def __init__(self, folder: Path, keep: int = 2) -> None:
+        self._folder, self._manager = folder, _manager(folder, keep)
+
+    def __enter__(self) -> "CheckpointWriter":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._manager.close()  # waits for what is being written
+
+    def save(self, step: int, state: Any, meta: Mapping[str, Any], score: float | None = None) -> None:
+        """Save `state` and `meta` as the checkpoint of `step`.
+
+        Returns when the arrays are copied, while they are written to disk; the next call waits for that.
+        A step that is already saved is left as it is: the state is a function of the step.
+
+        Args:
+            step: steps done so far; it must be larger than that of the last checkpoint.
+            state: pytree of JAX or NumPy arrays, none of them empty.
+            meta: JSON object.
+            score: what tells the best, such as held-out accuracy; None where it was not measured.
+        """
+        if step in self._manager.all_steps():
             return
         items = ocp.args.Composite(
             **{_STATE: ocp.args.StandardSave(_named_leaves(state)), _META: ocp.args.JsonSave(dict(meta))}
         )
-        if not manager.save(step, args=items):
-            raise ValueError(f"checkpoint {step} was not saved: {folder} holds step {manager.latest_step()}")
+        metrics = {_SCORE: -math.inf if score is None else score}
+        if not self._manager.save(step, args=items, metrics=metrics):
+            latest = self._manager.latest_step()
+            raise ValueError(f"checkpoint {step} was not saved: {self._folder} holds step {latest}")
 
 
 def check_room(folder: Path, state: Any, keep: int = 2) -> None:
-    """Raise InputError where the disk has no room for the checkpoints of a run: `keep`, and one that is written."""
+    """Raise InputError where the disk has no room for the checkpoints of a run: `keep`, and one that is written.
+
+    The best one is one more where scores tell it from the last ones.
+    """
     there_already = sum(path.name.isdigit() for path in folder.iterdir()) if folder.is_dir() else 0
     needed = max(1, keep + 1 - there_already) * sum(leaf.nbytes for leaf in jax.tree.leaves(state))
     there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
@@ -107,29 +139,40 @@ def restore_checkpoint(folder: Path, like: Any) -> tuple[Any, dict[str, Any]]:
         items = ocp.args.Composite(**{_STATE: ocp.args.StandardRestore(targets), _META: ocp.args.JsonRestore()})
         with _readable(where):
             restored = manager.restore(step, args=items)
-    leaves = [_placed(restored[_STATE][name], leaf) for name, leaf in wanted.items()]
-    return jax.tree.unflatten(jax.tree.structure(like), leaves), dict(restored[_META])
+
+    def leaf_of(path: Any, leaf: Any) -> Any:
+        name = _name(path)
+        return _placed(restored[_STATE][name], leaf) if name in wanted else leaf
+
+    return jax.tree_util.tree_map_with_path(leaf_of, like), dict(restored[_META])
 
 
 def _manager(folder: Path, keep: int | None = None) -> ocp.CheckpointManager:
     """Opened to save (and then keep the last `keep` checkpoints), or only to read."""
     saving = keep is not None
     options = ocp.CheckpointManagerOptions(
-        preservation_policy=LatestN(keep) if saving else None,
+        preservation_policy=AnyPreservationPolicy([LatestN(keep), _BEST]) if saving else None,
+        best_fn=_score,
         create=saving,
         # What a killed save left behind.
         cleanup_tmp_directories=saving,
-        enable_async_checkpointing=False,
+        enable_async_checkpointing=saving,
         save_root_metadata=False,
     )
     handlers = {_STATE: ocp.StandardCheckpointHandler(), _META: ocp.JsonCheckpointHandler()}
     return ocp.CheckpointManager(folder.resolve(), options=options, item_handlers=handlers)
 
 
+def _name(path: Any) -> str:
+    return jax.tree_util.keystr(path, simple=True, separator="/")
+
+
 def _named_leaves(tree: Any) -> dict[str, Any]:
-    """Leaves by path; a flat dict does not depend on how orbax treats tuples and dataclasses."""
-    paths = jax.tree_util.tree_leaves_with_path(tree)
-    return {jax.tree_util.keystr(path, simple=True, separator="/"): leaf for path, leaf in paths}
+    """Leaves by path, without the empty ones, which orbax refuses.
+
+    A flat dict does not depend on how orbax treats tuples and dataclasses.
+    """
+    return {_name(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree) if leaf.size}
 
 
 def _required_step(manager: ocp.CheckpointManager, folder: Path) -> int:

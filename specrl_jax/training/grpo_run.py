@@ -5,23 +5,25 @@ program. Every tenth dispatch instead runs the same pieces one by one and times
 them; both give the same bits. With a host reward every step runs in pieces.
 """
 
+import contextlib
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import jax
 import numpy as np
 
-from specrl_jax.data.prompts import Prompts
 from specrl_jax.errors import InputError
-from specrl_jax.parallel.hosts import is_first, of_first, shared_folder, to_host
+from specrl_jax.parallel.hosts import is_first, shared_folder, to_host
 from specrl_jax.rl.grpo import GrpoState
 from specrl_jax.rl.program import GrpoProgram
 from specrl_jax.rollout.trajectory import Trajectory
-from specrl_jax.training.checkpoints import check_room, latest_step, restore_checkpoint, save_checkpoint
+from specrl_jax.training.checkpoints import CheckpointWriter, check_room, latest_step, restore_checkpoint
 from specrl_jax.training.metrics import MetricsWriter
+from specrl_jax.training.pieces import Clock, HostTask, StepPieces, plain
+from specrl_jax.training.pipeline import Pipeline
 from specrl_jax.training.speculation import response_metrics
 from specrl_jax.training.termination import stop_if_asked, termination_saves
 from specrl_jax.training.trajectory_log import TrajectoryLog
@@ -30,28 +32,19 @@ MEASURED_EVERY = 10
 """Every so many dispatches the pieces run one by one, timed."""
 
 
-@runtime_checkable
-class HostTask(Protocol):
-    """Prompts and rewards from the host."""
-
-    def issue(self, step: int) -> tuple[Prompts, Any]:
-        """Prompts of a step, and what `rewards` judges by."""
-
-    def rewards(self, problems: Any, trajectory: Trajectory) -> np.ndarray:
-        """Reward of each response, `[b]` float32; the trajectory is on the host."""
-
-
 @dataclass(frozen=True)
 class RunConfig:
     """steps: GRPO steps in all. scan_steps: steps per dispatch. eval_every: steps between evaluations, 0 for never.
 
     most_skipped: updates in a row whose gradients were not finite, at which the run ends.
+    lag: steps between the policy that writes a rollout and the one that learns from it (`training/pipeline.py`).
     """
 
     steps: int
     scan_steps: int = 5
     eval_every: int = 0
     most_skipped: int = 10
+    lag: int = 0
 
 
 @dataclass
@@ -83,6 +76,7 @@ class GrpoRun:
     evaluate: held-out figures of a state; they join the row of the step they follow.
     on_step: called with the number of the step (from 1), its row, trajectory and rewards.
     host_task: prompts and rewards, where the program has no in-graph task.
+    roller: the step on the mesh of the rollouts, where they have devices of their own.
     """
 
     program: GrpoProgram
@@ -91,24 +85,33 @@ class GrpoRun:
     evaluate: Evaluate
     on_step: OnStep
     host_task: HostTask | None = None
+    roller: GrpoProgram | None = None
     tensorboard: bool = False
     wandb: bool = False
     _scans: dict[int, Any] = field(default_factory=dict)
     _compiled: bool = False
 
     def run(self, state: GrpoState) -> RunReport:
-        """Run to the last step, from the folder's last checkpoint where there is one."""
-        checkpoints = grpo_checkpoints(self.folder)
-        done, dispatches, size = 0, 0, 0
-        state = self.program.place(state)
-        if latest_step(checkpoints) is not None:
-            state, meta = restore_checkpoint(checkpoints, state)
-            done, dispatches, size = meta["step"], meta["dispatches"], meta["trajectory_bytes"]
+        """Run to the last step, from the folder's last checkpoint where there is one.
+
+        Raises:
+            InputError: the disk has no room, too many updates in a row were not finite, or rollouts run ahead while
+                the loss does not correct for it.
+        """
+        pipeline, folder = self._pipeline(), grpo_checkpoints(self.folder)
+        done, dispatches, size = latest_step(folder) or 0, 0, 0
+        state, pending = self.program.place(state), tuple[Trajectory, ...]()
+        if done:
+            like = (state, () if pipeline is None else pipeline.pending_like(state, done))
+            (state, pending), meta = restore_checkpoint(folder, like)
+            dispatches, size = meta["dispatches"], meta["trajectory_bytes"]
         if done < self.config.steps:
-            check_room(checkpoints, state)
+            check_room(folder, state)
         last = None
         with (
             termination_saves(),
+            pipeline or contextlib.nullcontext(),
+            CheckpointWriter(folder) as checkpoints,
             TrajectoryLog(self.folder, size) as log,
             MetricsWriter(
                 self.folder,
@@ -117,12 +120,18 @@ class GrpoRun:
                 wandb=self.wandb and is_first(),
             ) as writer,
         ):
+            if pipeline is not None:
+                pipeline.resume(state, done, pending)
             if done == 0:
                 self._baseline_row(writer, state)
             while done < self.config.steps:
                 count = min(self._until_stop(done), self.config.steps - done)
-                state, rows, trajectories, rewards = self._dispatch(state, done, count, dispatches)
+                if pipeline is None:
+                    state, rows, trajectories, rewards = self._dispatch(state, done, count, dispatches)
+                else:
+                    state, rows, trajectories, rewards = _one_by_one(pipeline.step, state, done, count)
                 done, dispatches = done + count, dispatches + 1
+                pending = () if pipeline is None else pipeline.pending()  # an evaluation finds the devices idle
                 if self.config.eval_every and (done % self.config.eval_every == 0 or done == self.config.steps):
                     rows[-1] |= self.evaluate(state)
                 for i, row in enumerate(rows):
@@ -134,9 +143,22 @@ class GrpoRun:
                     self.on_step(step, row, last, rewards[i])
                 self._check_skipped(rows)
                 meta = {"step": done, "dispatches": dispatches, "trajectory_bytes": log.size}
-                save_checkpoint(checkpoints, done, state, meta)
+                checkpoints.save(done, (state, pending), meta, rows[-1].get("accuracy"))
                 stop_if_asked()
         return RunReport(state, log.close(), last)
+
+    def _pipeline(self) -> Pipeline | None:
+        """Rollouts ahead of the policy, or on devices of their own; None for a run without either."""
+        config = self.config
+        if not config.lag and self.roller is None:
+            return None
+        cap = self.program.step.update_config.loss.importance_cap
+        if config.lag and not cap:
+            raise InputError(
+                f"lag is {config.lag} but loss importance_cap is {cap}: responses come from an older policy than the "
+                "one that learns; correct for it with a cap (2 is usual)"
+            )
+        return Pipeline(self.program, self.roller or self.program, self.host_task, config.lag, config.steps)
 
     def _check_skipped(self, rows: list[dict[str, Any]]) -> None:
         """Raise InputError where too many updates in a row had gradients that are not finite."""
@@ -173,17 +195,10 @@ class GrpoRun:
         """Some steps: the state, a row per step, and trajectories and rewards on the host, steps first."""
         if self.host_task is None and dispatch % MEASURED_EVERY:
             return self._scanned(state, count)
-        rows, trajectories, rewards = [], [], []
-        for i in range(count):
-            if not self._compiled:
-                self._piecewise(state, done, judge=False)  # compiles; its result is computed again, timed
-                self._compiled = True
-            state, row, trajectory, reward = self._piecewise(state, done + i)
-            rows.append(row)
-            trajectories.append(trajectory)
-            rewards.append(reward)
-        stacked = jax.tree.map(lambda *x: np.stack(x), *trajectories)
-        return state, rows, stacked, np.stack(rewards)
+        if not self._compiled:
+            self._piecewise(state, done, judge=False)  # compiles; its result is computed again, timed
+            self._compiled = True
+        return _one_by_one(self._piecewise, state, done, count)
 
     def _scanned(self, state: GrpoState, count: int) -> tuple[GrpoState, list[dict[str, Any]], Any, np.ndarray]:
         if count not in self._scans:
@@ -192,7 +207,7 @@ class GrpoRun:
         state, outputs = jax.block_until_ready(self._scans[count](state))
         seconds = (time.perf_counter() - start) / count
         metrics, trajectories, rewards = to_host(outputs)
-        rows = [{name: _plain(value[i]) for name, value in metrics.items()} for i in range(count)]
+        rows = [{name: plain(value[i]) for name, value in metrics.items()} for i in range(count)]
         for i, row in enumerate(rows):
             tokens = int(trajectories.lengths[i].sum())
             row |= {"timing": "scanned", "time_step_s": seconds, "tokens_per_second_step": tokens / seconds}
@@ -201,57 +216,34 @@ class GrpoRun:
     def _piecewise(
         self, state: GrpoState, step: int, *, judge: bool = True
     ) -> tuple[GrpoState, dict[str, Any], Trajectory, np.ndarray]:
-        """One step in pieces, each timed with its result waited for; without `judge` no host reward is asked for."""
-        program, clock = self.program, _Clock()
+        """One step in pieces, each timed; without `judge` no host reward is asked for."""
+        program, pieces, clock = self.program, StepPieces(self.program, self.host_task), Clock()
         served = clock("time_weight_sync_s", program.gather, state)
-        if self.host_task is None:
-            prompts, problems = clock("time_data_s", program.issue, served)
-        else:
-            prompts, problems = clock("time_data_s", self.host_task.issue, step)
+        prompts, problems = pieces.issue(clock, served, step)
         trajectory = clock("time_rollout_s", program.rollout, served, prompts)
-        if self.host_task is None:
-            rewards = clock("time_reward_s", program.reward, served, problems, trajectory)
-        else:
-            rewards = clock("time_reward_s", self._host_reward, served, problems, trajectory, judge)
-        prepared = clock("time_logprob_s", program.prepare, state, trajectory)
-        new_state, metrics, examples = clock("time_update_s", program.update, state, trajectory, prepared, rewards)
-        new_state, draft_metrics = clock("time_draft_update_s", program.update_drafter, new_state, trajectory, examples)
+        rewards = pieces.rewards(clock, served, problems, trajectory, judge=judge)
+        state, row = pieces.learn(clock, state, trajectory, rewards)
         times = clock.seconds | {"time_step_s": sum(clock.seconds.values())}
         # Prefill is part of the rollout; alone it is timed beside the step.
         clock("time_prefill_s", program.prefill, served, prompts)
         times["time_prefill_s"] = clock.seconds["time_prefill_s"]
         host = to_host(trajectory)
-        row = {name: _plain(value) for name, value in (metrics | draft_metrics).items()}
         row |= times | {
             "timing": "measured",
             "rollout_share": times["time_rollout_s"] / times["time_step_s"],
             "tokens_per_second": int(host.lengths.sum()) / times["time_rollout_s"],
         }
-        return new_state, row, host, to_host(rewards)
-
-    def _host_reward(self, state: GrpoState, problems: Any, trajectory: Trajectory, judge: bool) -> jax.Array:
-        if self.host_task is None:
-            raise ValueError("there is no host task")
-        rewards: Any = np.zeros(trajectory.lengths.shape, np.float32)
-        if judge:
-            # A judge may have a clock: what it says to the first process counts for all.
-            rewards = of_first(np.asarray(self.host_task.rewards(problems, to_host(trajectory)), np.float32))
-        return self.program.hand_out(state, trajectory, rewards)
+        return state, row, host, to_host(rewards)
 
 
-class _Clock:
-    """Seconds of calls by name, each with its result waited for."""
-
-    def __init__(self) -> None:
-        self.seconds: dict[str, float] = {}
-
-    def __call__(self, name: str, fn: Callable[..., Any], *args: Any) -> Any:
-        start = time.perf_counter()
-        result = jax.block_until_ready(fn(*args))
-        self.seconds[name] = time.perf_counter() - start
-        return result
-
-
-def _plain(value: Any) -> Any:
-    array = np.asarray(value)
-    return array.tolist() if array.ndim else float(array)
+def _one_by_one(
+    one: Callable[..., Any], state: GrpoState, done: int, count: int
+) -> tuple[GrpoState, list[dict[str, Any]], Any, np.ndarray]:
+    """Steps by `one(state, step) -> (state, row, trajectory, rewards)`, as a dispatch returns them."""
+    rows, trajectories, rewards = [], [], []
+    for step in range(done, done + count):
+        state, row, trajectory, reward = one(state, step)
+        rows.append(row)
+        trajectories.append(trajectory)
+        rewards.append(reward)
+    return state, rows, jax.tree.map(lambda *x: np.stack(x), *trajectories), np.stack(rewards)

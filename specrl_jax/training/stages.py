@@ -9,7 +9,7 @@ import numpy as np
 
 from specrl_jax.errors import InputError
 from specrl_jax.parallel.hosts import to_host
-from specrl_jax.training.checkpoints import check_room, latest_step, restore_checkpoint, save_checkpoint
+from specrl_jax.training.checkpoints import CheckpointWriter, check_room, latest_step, restore_checkpoint
 from specrl_jax.training.termination import stop_if_asked, termination_saves
 
 StateT = TypeVar("StateT")
@@ -49,7 +49,7 @@ def run_stage(
         check_room(folder, state, keep=1)
     programs: dict[int, Callable[[StateT], tuple[StateT, dict[str, Any]]]] = {}
     start = time.perf_counter()
-    with termination_saves():
+    with termination_saves(), CheckpointWriter(folder, keep=1) as checkpoints:
         while done < total and not finished:
             count = min(chunk, total - done)
             if count not in programs:
@@ -61,7 +61,7 @@ def run_stage(
             finished = on_chunk(done, count, metrics)
             now = time.perf_counter()
             start, spent = now, spent + now - start
-            save_checkpoint(folder, done, state, {"step": done, "finished": finished, "seconds": spent}, keep=1)
+            checkpoints.save(done, state, {"step": done, "finished": finished, "seconds": spent})
             stop_if_asked()
     return state, spent
 

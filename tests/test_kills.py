@@ -1,0 +1,69 @@
+"""A run that is killed twenty times, at random moments and while a checkpoint is written, ends as one that was not."""
+
+import json
+import os
+import random
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from scripts import write_models
+
+from specrl_jax.training.metrics import read_metrics
+
+pytestmark = pytest.mark.full
+
+ROOT = Path(__file__).parents[1]
+KILLS = 20
+OPTIONS = """
+    --preset smoke --no-compare --steps 60 --scan-steps 1 --eval-every 7 --eval-problems 4 --max-new-tokens 8
+    --prompts 4 --samples 4 --microbatch.rows 8 --lag 1 --loss.importance-cap 2 --mesh data=1
+"""
+
+
+def start(folder, out, *argv):
+    command = [sys.executable, "-m", "experiments.train_grpo", *OPTIONS.split(), "--out", str(out), *argv]
+    command += ["--policy", str(folder / "policy"), "--drafter", str(folder / "drafter")]
+    return subprocess.Popen(command, cwd=ROOT, env=os.environ, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+
+
+def is_being_saved(out):
+    folder = out / "checkpoints" / "grpo"
+    return folder.is_dir() and any(not path.name.isdigit() for path in folder.iterdir())
+
+
+@pytest.mark.parametrize("seed", [0])
+def test_twenty_kills_change_nothing(tmp_path, seed):
+    models, whole, out = write_models(tmp_path), tmp_path / "whole", tmp_path / "killed"
+    process = start(models, whole)
+    complained = process.communicate()[1].decode()
+    assert process.returncode == 0, complained
+    moments, while_saving, rows = random.Random(seed), 0, []
+    for kill in range(KILLS):
+        process = start(models, out, *(("--resume",) if out.exists() else ()))
+        before = len(read_metrics(out)) if out.exists() else 0
+        while process.poll() is None and not (out.exists() and len(read_metrics(out)) != before):
+            time.sleep(0.01)
+        if kill % 4 == 0:
+            while process.poll() is None and not is_being_saved(out):
+                pass
+        else:
+            time.sleep(moments.uniform(0.0, 1.0))
+        assert process.poll() is None, process.communicate()[1].decode()
+        process.kill()
+        process.communicate()
+        while_saving += is_being_saved(out)
+        rows.append(len(read_metrics(out)))
+    process = start(models, out, "--resume")
+    complained = process.communicate()[1].decode()
+    assert process.returncode == 0, complained
+    assert while_saving >= KILLS // 4
+    print(f"{KILLS} kills, {while_saving} of them while a checkpoint was written, after {rows} rows of metrics")
+    for name in ("params_sha256", "trajectory_sha256"):
+        first, second = (json.loads((run / "summary.json").read_text())[name] for run in (whole, out))
+        assert first == second
+    for name in ("policy/model.safetensors", "policy_best/model.safetensors", "drafter/model.safetensors"):
+        assert (whole / name).read_bytes() == (out / name).read_bytes()
+    assert [row["step"] for row in read_metrics(whole)] == [row["step"] for row in read_metrics(out)]

@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from specrl_jax.data.prompts import Prompts
@@ -25,12 +26,14 @@ from specrl_jax.models.numerics import Numerics
 from specrl_jax.models.params import PolicyParams
 from specrl_jax.models.policy import forward, grid_batch, logits, policy_cache, sequence_positions
 from specrl_jax.models.tree import Tree
+from specrl_jax.parallel.mesh import MeshConfig, make_mesh
+from specrl_jax.parallel.sharding import ROWS, Layout, over_mesh, sum_over_rows
 from specrl_jax.rollout.config import RolloutConfig
 from specrl_jax.rollout.engine import RolloutEngine
 from specrl_jax.rollout.noise import gumbel_noise, sequence_keys
 from specrl_jax.rollout.rules import Match, Rule
 from specrl_jax.rollout.sampling import Context, SamplingLaw
-from specrl_jax.rollout.trajectory import Sequences, Trajectory, to_sequences
+from specrl_jax.rollout.trajectory import Sequences, Trajectory, to_sequences, trajectory_specs
 from specrl_jax.training.sampling import concatenate
 
 
@@ -39,7 +42,7 @@ class Arm:
     """One way to draw the same sequences.
 
     drafter: name of one of the drafters at hand. batch: rows together. permuted: the sequences in another order.
-    spare: further slots of the cache.
+    spare: further slots of the cache. mesh: devices.
     """
 
     numerics: Numerics
@@ -49,6 +52,7 @@ class Arm:
     batch: int = 256
     permuted: bool = False
     spare: int = 0
+    mesh: MeshConfig = MeshConfig()
 
     @property
     def tree(self) -> Tree:
@@ -90,7 +94,7 @@ def roll(scene: Scene, arm: Arm) -> Trajectory:
     drafter, params_of = scene.drafters[arm.drafter] if arm.draft_length else (None, None)
     config = RolloutConfig(scene.max_new_tokens, 1, arm.draft_length, scene.law, arm.rule)
     engine = RolloutEngine(scene.policy, config, arm.numerics, drafter)
-    program = jax.jit(engine.rollout)
+    program = jax.jit(engine.rollout) if arm.mesh.size == 1 else _on_mesh(engine, arm.mesh)
     parts = []
     for start in range(0, scene.count, arm.batch):
         rows = order[start : start + arm.batch]
@@ -105,6 +109,29 @@ def roll(scene: Scene, arm: Arm) -> Trajectory:
     names = ("tokens", "log_probs", "thresholds", "lengths", "ended", "prompts")
     sorted_: dict[str, Any] = {name: jax.tree.map(lambda x: x[back], getattr(joined, name)) for name in names}
     return replace(joined, **sorted_)
+
+
+def _on_mesh(engine: RolloutEngine, config: MeshConfig) -> Any:
+    """The rollout with parameters stored over a mesh and gathered, as in a GRPO step."""
+    mesh = make_mesh(config)
+    head = getattr(engine.drafter, "config", None)
+    layouts = Layout(mesh, engine.policy.num_kv_heads), Layout(mesh, getattr(head, "num_kv_heads", 1))
+
+    def run(params: PolicyParams, draft: Any, prompts: Prompts, keys: UInt32[Array, "b 2"]) -> Trajectory:
+        trajectory = engine.rollout(params, draft, prompts, keys)
+        stats, entropy = sum_over_rows((trajectory.stats, trajectory.entropy_sum))
+        return replace(trajectory, stats=stats, entropy_sum=entropy)
+
+    on_rows = over_mesh(mesh, run, (P(), P(), P(ROWS), P(ROWS)), trajectory_specs(P(ROWS)))
+
+    @jax.jit
+    def gathered(params: PolicyParams, draft: Any, *rows: Any) -> Trajectory:
+        return on_rows(layouts[0].gather(params), layouts[1].gather(draft), *rows)
+
+    def program(params: PolicyParams, draft: Any, *rows: Any) -> Trajectory:
+        return gathered(layouts[0].place(params), layouts[1].place(draft), *rows)
+
+    return program
 
 
 def first_differences(ours: Trajectory, reference: Trajectory) -> Int[np.ndarray, "b"]:

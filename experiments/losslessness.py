@@ -5,6 +5,8 @@
 - Invariant numerics, float32 and bfloat16: no difference at all, and log-probs equal to the training
   forward's to the bit. What that costs, by rows.
 - Plain bfloat16: how often it differs.
+- Meshes (`--parts mesh`), with and without drafts: no difference where `tensor` is 1 and numerics invariant, rounding
+  ties where it is above.
 
 `--policy runs/demo/policy --drafter runs/demo/drafter --task arithmetic` takes the demo's policy.
 """
@@ -52,6 +54,7 @@ from specrl_jax.models.config import Dtype
 from specrl_jax.models.numerics import Numerics
 from specrl_jax.models.params import init_params
 from specrl_jax.models.tree import Tree
+from specrl_jax.parallel.mesh import parse_mesh
 from specrl_jax.rl.microbatches import MicrobatchConfig
 from specrl_jax.rl.scoring import Scorer
 from specrl_jax.rollout.config import RolloutConfig
@@ -84,8 +87,10 @@ class Config:
     temperature: float = 1.0
     corruption: float = 0.1
     """Share of wrong tokens in the replayed responses."""
-    parts: tuple[Literal["plain", "invariant", "costs"], ...] = ("plain", "invariant", "costs")
+    parts: tuple[Literal["plain", "invariant", "costs", "mesh"], ...] = ("plain", "invariant", "costs")
     """What to run; times are to be trusted only where nothing else runs."""
+    meshes: tuple[str, ...] = ("data=8", "data=4,fsdp=2", "data=2,fsdp=2,tensor=2", "data=2,tensor=4")
+    """Of the mesh part."""
     drafters: tuple[Literal["trained", "random", "adversary", "replay"], ...] = (
         "trained",
         "random",
@@ -114,6 +119,9 @@ class Config:
                 raise InputError(f"--{name.replace('_', '-')} must name at least one number, all of them at least 1")
         if SamplingLaw(self.temperature).greedy:
             raise InputError(f"--temperature is {self.temperature}; draws need one above 0")
+        for mesh in self.meshes:
+            if self.batch % (parse_mesh(mesh).data * parse_mesh(mesh).fsdp):
+                raise InputError(f"--meshes {mesh}: --batch {self.batch} does not split over it; choose another")
         for arm in (*plain_arms(self, list(self.drafters)), *invariant_arms(self, list(self.drafters))):
             _ = arm.tree  # refuses draft lengths out of range
         if not max(self.cost_rows, default=0) <= self.invariant_problems <= self.problem.problems:
@@ -126,11 +134,13 @@ class Config:
 
     @property
     def mesh(self) -> str:
-        """One device: what several change is a matter of the mesh tests."""
-        return "data=1"
+        """The largest one; all parts but that of meshes take one device."""
+        sizes = {mesh: parse_mesh(mesh).size for mesh in self.meshes if "mesh" in self.parts}
+        return max(sizes, key=lambda mesh: sizes[mesh], default="data=1")
 
 
 SMOKE = {
+    "meshes": ("data=2", "tensor=2"),
     "problem": {"problems": 16},
     "invariant_problems": 16,
     "batch": 16,
@@ -206,6 +216,7 @@ def describe(arm: Arm, dtype: str) -> dict[str, Any]:
         "batch": arm.batch,
         "permuted": arm.permuted,
         "spare_slots": arm.spare,
+        "mesh": str(arm.mesh),
     }
 
 
@@ -268,6 +279,48 @@ def plain_part(scene: Scene, model: Model, config: Config) -> tuple[list[dict[st
     }
     expected = figures["plain_expected"]
     figures["plain_within_3_sigma"] = figures["plain_divergences"] <= expected + 3 * np.sqrt(expected)
+    return rows, figures
+
+
+def mesh_part(scene: Scene, model: Model, config: Config) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """Every mesh against one device, with the trained head and without drafts, each in its own numerics."""
+    rows: list[dict[str, Any]] = []
+    meshes = [parse_mesh(mesh) for mesh in config.meshes]
+    for numerics, own in (
+        (INVARIANT, [m for m in meshes if m.tensor == 1]),
+        (PLAIN, [m for m in meshes if m.tensor > 1]),
+    ):
+        if not own:
+            continue
+        reference = roll(scene, Arm(numerics, batch=config.batch))
+        here = dataclasses.replace(scene, drafters=drafters_of(model, config, reference))
+        found = Rounding(0.0, 0.0, 0.0)
+        if not numerics.invariant:
+            some = to_sequences(jax.tree.map(lambda x: jnp.asarray(x[: config.batch]), strip(reference)))
+            found = rounding(here, PLAIN, some, Tree.chain(0), max(1, config.batch // 4))
+        arms = [
+            Arm(numerics, k, drafter=config.drafters[0] if k else "none", batch=config.batch, mesh=mesh)
+            for mesh in own
+            for k in (0, config.draft_lengths[0])
+        ]
+        with progress(f"meshes {numerics.mode}", len(arms)) as advance:
+            for arm in arms:
+                row = compare(here, arm, reference, found.ties_per_token)
+                within = all(tie["gap"] <= 6 * found.rms for tie in row["ties"])
+                rows.append(row | {"rms": found.rms, "ties_within_6_rms": within})
+                advance(1, f"{row['tokens']} tokens, {row['divergences']} divergences")
+    by_kind = {
+        kind: [r for r in rows if (r["numerics"] == "plain") == (kind == "tensor")] for kind in ("rows", "tensor")
+    }
+    figures: dict[str, Any] = {}
+    for kind, some_rows in by_kind.items():
+        figures[f"mesh_{kind}_tokens"] = sum(r["tokens"] for r in some_rows)
+        figures[f"mesh_{kind}_divergences"] = sum(r["divergences"] for r in some_rows)
+    figures["mesh_tensor_expected"] = sum(r["expected"] for r in by_kind["tensor"])
+    figures["mesh_tensor_ties"] = [
+        tie | {"mesh": r["mesh"], "draft_length": r["draft_length"]} for r in by_kind["tensor"] for tie in r["ties"]
+    ]
+    figures["mesh_ties_within_6_rms"] = all(r["ties_within_6_rms"] for r in rows)
     return rows, figures
 
 
@@ -361,7 +414,7 @@ def cast(model: Model, dtype: Any) -> Model:
 def main(config: Config) -> None:
     """Run every part, write and print."""
     check_run(config.run, SCRIPT, config.model, config.problem)
-    model = open_model(dataclasses.replace(config.model, mesh=config.mesh), config.run, config.problem.problems)
+    model = open_model(dataclasses.replace(config.model, mesh="data=1"), config.run, config.problem.problems)
     if model.drafter is None:
         raise InputError("--drafter is missing; give the draft head whose drafts are to be tested")
     workload = open_problems(config.problem, model.tokenizer)
@@ -387,6 +440,9 @@ def main(config: Config) -> None:
     timed: list[dict[str, Any]] = []
     if "plain" in config.parts:
         rows, figures = plain_part(scene(model), model, config)
+    if "mesh" in config.parts:
+        more, found = mesh_part(scene(model), model, config)
+        rows, figures = rows + more, figures | found
     for dtype in config.dtypes:
         here = cast(model, dtype)
         part = take(scene(here), config.invariant_problems)

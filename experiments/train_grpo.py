@@ -309,7 +309,14 @@ def run_arm(session: Session, label: str, folder: Path, draft_length: int, start
 
         run = GrpoRun(
             program=program,
-            config=RunConfig(config.steps, config.scan_steps, config.eval_every, config.most_skipped, config.lag),
+            config=RunConfig(
+                config.steps,
+                config.scan_steps,
+                config.eval_every,
+                config.most_skipped,
+                config.lag,
+                config.acceptance_floor,
+            ),
             roller=session.roller(program),
             folder=folder,
             evaluate=evaluate,

@@ -109,6 +109,9 @@ class Config:
     max_new_tokens: int = 224
     law: LawFlags = LawOptions()
     speculation: SpeculationFlags = SpeculationOptions()
+    acceptance_floor: float = 0.0
+    """Mean acceptance length of a dispatch below which drafting ends for the rest of the run; 0: never. --adaptive
+    decides at every round instead."""
     history: int = 32
     """Earlier responses of a prompt that suffix drafts look in (jsonl tasks, whose prompts come again)."""
     couple_epochs: bool = False
@@ -148,6 +151,10 @@ class Config:
         check_least("", self, steps=1, scan_steps=1, prompts=1, samples=2, max_prompt_tokens=1, data_limit=1)
         check_least("", self, updates_per_rollout=1, epochs=1, history=1, most_skipped=1)
         check_least("", self, eval_problems=2, eval_every=0, sample_every=0, lag=0)
+        if self.acceptance_floor and not 1.0 <= self.acceptance_floor < float("inf"):
+            raise InputError(
+                f"--acceptance-floor is {self.acceptance_floor}; choose tokens a round from 1, or 0 for none"
+            )
         if self.law.temperature == 0.0:
             raise InputError("--temperature is 0.0: all responses of a group would be one; choose a value above 0")
 
@@ -167,6 +174,11 @@ class Config:
             raise InputError(f"--lenience {self.speculation.lenience} changes the law of the responses and {needs}")
         if self.loss_on == "full" and self.loss.importance_cap == 0.0:
             raise InputError(f"--loss-on full is not the law that responses are drawn from and {needs}")
+        if self.acceptance_floor and (self.lag or self.rollout_mesh is not None or self.speculation.adaptive):
+            raise InputError(
+                f"--acceptance-floor {self.acceptance_floor} does not go with --lag, --rollout-mesh or --adaptive; "
+                "leave one of them out"
+            )
         if self.lag and self.loss.importance_cap == 0.0:
             raise InputError(f"--lag {self.lag} learns from responses of older policies and {needs}")
         if self.rollout_mesh is not None and self.mesh == "auto":

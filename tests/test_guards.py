@@ -136,3 +136,31 @@ def test_a_full_disk_is_noticed_before_the_first_step(tmp_path, monkeypatch):
     check_room(tmp_path, state, keep=1)
     (tmp_path / "3").mkdir()
     check_room(tmp_path, state)  # one checkpoint is there already
+
+
+def test_below_the_acceptance_floor_drafting_ends_and_nothing_else_changes(tmp_path):
+    """In a run that is cut and resumed too."""
+    program = make_program(2, updates=1)
+
+    def cut(step, *_):
+        if step == 3:
+            raise KeyboardInterrupt
+
+    def run(name, floor, on_step=lambda *_: None):
+        config = RunConfig(steps=4, scan_steps=1, acceptance_floor=floor)
+        (tmp_path / name).mkdir(exist_ok=True)
+        report = GrpoRun(program, config, tmp_path / name, lambda state: {}, on_step).run(first_state(program))
+        return report, [row["draft_length"] for row in read_metrics(tmp_path / name)]
+
+    drafted, lengths = run("drafted", 1.0)
+    assert lengths == [2, 2, 2, 2]
+    ended, lengths = run("ended", 2.9)
+    assert lengths == [2, 0, 0, 0]
+    assert ended.trajectory_sha256 == drafted.trajectory_sha256
+    assert sha(ended.state.params) == sha(drafted.state.params)
+    with pytest.raises(KeyboardInterrupt):
+        run("cut", 2.9, cut)
+    resumed, lengths = run("cut", 2.9)
+    assert lengths == [2, 0, 0, 0]
+    assert resumed.trajectory_sha256 == ended.trajectory_sha256
+    assert sha(resumed.state) == sha(ended.state)

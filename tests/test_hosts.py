@@ -1,5 +1,6 @@
 """Runs over several real processes on this machine, and what is refused before one starts."""
 
+import dataclasses
 import json
 import os
 import socket
@@ -13,6 +14,10 @@ import numpy as np
 import pytest
 from scripts import SCRIPTS, refusal, write_models
 
+from specrl_jax.data.tokenizers import arithmetic_tokenizer
+from specrl_jax.models.huggingface import save_policy
+from specrl_jax.models.params import init_params
+from specrl_jax.models.presets import PRESETS
 from specrl_jax.parallel import hosts
 from specrl_jax.training.metrics import read_metrics
 
@@ -155,3 +160,55 @@ def test_files_of_other_processes_lie_beneath_the_run(monkeypatch):
     assert hosts.own_folder(Path("run")) == Path("run/hosts/3")
     assert hosts.shared_folder(Path("run/hosts/3/baseline")) == Path("run/baseline")
     assert hosts.shared_folder(Path("run/hosts/2")) == Path("run/hosts/2")
+
+
+_LOADS = """
+import json, re, sys
+from pathlib import Path
+import jax
+from specrl_jax.models.huggingface import load_policy
+from specrl_jax.parallel.hosts import join, wait_for_all
+from specrl_jax.parallel.mesh import MeshConfig, make_mesh
+
+join(sys.argv[2], int(sys.argv[3]), int(sys.argv[4]))
+mesh = make_mesh(MeshConfig(fsdp=int(sys.argv[3])))
+wait_for_all("start")
+peak = lambda: 1024 * int(re.search(r"VmHWM:\\s+(\\d+)", Path("/proc/self/status").read_text())[1])
+before = peak()
+params, _ = load_policy(Path(sys.argv[1]), "float32", mesh)
+jax.block_until_ready(params)
+leaves = jax.tree.leaves(params)
+shards = sum(s.data.nbytes for leaf in leaves for s in leaf.addressable_shards)
+print(json.dumps([peak() - before, shards, max(leaf.nbytes for leaf in leaves)]))
+wait_for_all("end")
+"""
+
+
+@pytest.mark.full
+def test_the_0_6b_shape_loads_as_shards_with_little_more_memory_than_they_take(tmp_path):
+    policy = dataclasses.replace(PRESETS["qwen3-0.6b"], dtype="bfloat16")
+    shapes = jax.eval_shape(lambda key: init_params(key, policy), jax.random.key(0))
+    some = np.random.default_rng(0)
+    params = jax.tree.map(lambda x: (some.random(x.shape, np.float32) - 0.5).astype(x.dtype), shapes)
+    save_policy(tmp_path / "policy", params, policy, arithmetic_tokenizer())
+    del params
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    environment = os.environ | {"JAX_NUM_CPU_DEVICES": "1"}
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", _LOADS, str(tmp_path / "policy"), address, "4", str(i)],
+            cwd=ROOT,
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for i in range(4)
+    ]
+    for process in processes:
+        said = finish(process)
+        peak, shards, largest = json.loads(said.strip().splitlines()[-1])
+        print(f"peak {peak / 1e9:.2f} GB, shards {shards / 1e9:.2f} GB, largest tensor {largest / 1e9:.2f} GB")
+        assert peak <= 1.5 * shards + largest

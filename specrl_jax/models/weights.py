@@ -222,13 +222,11 @@ def read_params(folder: Path, config: PolicyConfig, mesh: Mesh | None = None) ->
     layers: list[dict[str, Any]] = [{} for _ in range(config.num_layers)]
     outer: dict[str, Any] = {}
     fields = {name: field for field, name in LAYER_NAMES.items()}
-    for file in sorted(set(files.values())):
-        with safe_open(file, framework="numpy") as opened:
-            for name in tensor_shapes(config):
-                if files[name] != file:
-                    continue
-                match = re.fullmatch(r"model\.layers\.(\d+)\.(.+)", name)
-                field = _OUTER[name] if match is None else fields[match[2]]
-                target = outer if match is None else layers[int(match[1])]
-                target[field] = _read(opened, name, field, dtype, mesh, config.num_kv_heads)
+    for name in tensor_shapes(config):
+        match = re.fullmatch(r"model\.layers\.(\d+)\.(.+)", name)
+        field = _OUTER[name] if match is None else fields[match[2]]
+        target = outer if match is None else layers[int(match[1])]
+        # Opened anew for each: what was read of a mapped file is the process's memory until it is closed.
+        with safe_open(files[name], framework="numpy") as opened:
+            target[field] = _read(opened, name, field, dtype, mesh, config.num_kv_heads)
     return PolicyParams(layers=tuple(LayerParams(**layer) for layer in layers), **outer)

@@ -50,6 +50,13 @@ class GrpoProgram:
         """The rollouts of the same step on a mesh of their own."""
         return replace(self, mesh=mesh, learns=False)
 
+    @property
+    def without_drafts(self) -> "GrpoProgram":
+        """The same step with the same state, its rollouts without drafts and its head as it is."""
+        engine, update = self.step.engine, replace(self.step.update_config, draft_sequences=0)
+        engine = replace(engine, config=replace(engine.config, draft_length=0, adaptive=False))
+        return replace(self, step=replace(self.step, engine=engine, update_config=update, drafting=None))
+
     def __post_init__(self) -> None:
         check_splits("policy", self.step.engine.policy, self.mesh)
         if self._head is not None:

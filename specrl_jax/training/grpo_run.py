@@ -9,6 +9,7 @@ import contextlib
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,7 @@ class RunConfig:
 
     most_skipped: updates in a row whose gradients were not finite, at which the run ends.
     lag: steps between the policy that writes a rollout and the one that learns from it (`training/pipeline.py`).
+    acceptance_floor: a dispatch whose mean acceptance length is below it ends drafting for the rest of the run.
     """
 
     steps: int
@@ -45,6 +47,7 @@ class RunConfig:
     eval_every: int = 0
     most_skipped: int = 10
     lag: int = 0
+    acceptance_floor: float = 0.0
 
 
 @dataclass
@@ -88,8 +91,18 @@ class GrpoRun:
     roller: GrpoProgram | None = None
     tensorboard: bool = False
     wandb: bool = False
-    _scans: dict[int, Any] = field(default_factory=dict)
+    _scans: dict[tuple[int, bool], Any] = field(default_factory=dict)
     _compiled: bool = False
+    _drafting: bool = True
+
+    @cached_property
+    def _without_drafts(self) -> GrpoProgram:
+        return self.program.without_drafts
+
+    @property
+    def _now(self) -> GrpoProgram:
+        """The program of the next step."""
+        return self.program if self._drafting else self._without_drafts
 
     def run(self, state: GrpoState) -> RunReport:
         """Run to the last step, from the folder's last checkpoint where there is one.
@@ -104,7 +117,7 @@ class GrpoRun:
         if done:
             like = (state, () if pipeline is None else pipeline.pending_like(state, done))
             (state, pending), meta = restore_checkpoint(folder, like)
-            dispatches, size = meta["dispatches"], meta["trajectory_bytes"]
+            dispatches, size, self._drafting = meta["dispatches"], meta["trajectory_bytes"], meta["drafting"]
         if done < self.config.steps:
             check_room(folder, state)
         last = None
@@ -142,7 +155,9 @@ class GrpoRun:
                     writer.write(step, row)
                     self.on_step(step, row, last, rewards[i])
                 self._check_skipped(rows)
+                self._end_drafting_below_floor(rows)
                 meta = {"step": done, "dispatches": dispatches, "trajectory_bytes": log.size}
+                meta |= {"drafting": self._drafting}
                 checkpoints.save(done, (state, pending), meta, rows[-1].get("accuracy"))
                 stop_if_asked()
         return RunReport(state, log.close(), last)
@@ -158,7 +173,16 @@ class GrpoRun:
                 f"lag is {config.lag} but loss importance_cap is {cap}: responses come from an older policy than the "
                 "one that learns; correct for it with a cap (2 is usual)"
             )
+        if config.acceptance_floor:
+            raise InputError(
+                f"acceptance_floor is {config.acceptance_floor} and rollouts run ahead or apart; leave one of them out"
+            )
         return Pipeline(self.program, self.roller or self.program, self.host_task, config.lag, config.steps)
+
+    def _end_drafting_below_floor(self, rows: list[dict[str, Any]]) -> None:
+        lengths = [row["acceptance_length"] for row in rows if "acceptance_length" in row]
+        if self._drafting and lengths and float(np.mean(lengths)) < self.config.acceptance_floor:
+            self._drafting = self._compiled = False
 
     def _check_skipped(self, rows: list[dict[str, Any]]) -> None:
         """Raise InputError where too many updates in a row had gradients that are not finite."""
@@ -171,7 +195,7 @@ class GrpoRun:
 
     def _what_differs(self) -> dict[str, Any]:
         """How drafts are made, and what makes this run another one than plain GRPO."""
-        step = self.program.step
+        step = self._now.step
         rule = step.engine.config.rule
         row: dict[str, Any] = {"draft_length": step.engine.config.draft_length}
         if not rule.exact and step.engine.speculative:
@@ -201,10 +225,11 @@ class GrpoRun:
         return _one_by_one(self._piecewise, state, done, count)
 
     def _scanned(self, state: GrpoState, count: int) -> tuple[GrpoState, list[dict[str, Any]], Any, np.ndarray]:
-        if count not in self._scans:
-            self._scans[count] = self.program.scanned(count).lower(state).compile()
+        key = count, self._drafting
+        if key not in self._scans:
+            self._scans[key] = self._now.scanned(count).lower(state).compile()
         start = time.perf_counter()
-        state, outputs = jax.block_until_ready(self._scans[count](state))
+        state, outputs = jax.block_until_ready(self._scans[key](state))
         seconds = (time.perf_counter() - start) / count
         metrics, trajectories, rewards = to_host(outputs)
         rows = [{name: plain(value[i]) for name, value in metrics.items()} for i in range(count)]
@@ -217,7 +242,8 @@ class GrpoRun:
         self, state: GrpoState, step: int, *, judge: bool = True
     ) -> tuple[GrpoState, dict[str, Any], Trajectory, np.ndarray]:
         """One step in pieces, each timed; without `judge` no host reward is asked for."""
-        program, pieces, clock = self.program, StepPieces(self.program, self.host_task), Clock()
+        program, clock = self._now, Clock()
+        pieces = StepPieces(program, self.host_task)
         served = clock("time_weight_sync_s", program.gather, state)
         prompts, problems = pieces.issue(clock, served, step)
         trajectory = clock("time_rollout_s", program.rollout, served, prompts)

@@ -9,6 +9,7 @@ from tiny import PLAIN, POLICY, BigramDrafter, bigram_table, tiny_params, tiny_p
 
 from experiments import acceptance_by_rule
 from experiments.acceptance_by_rule import cases, watched_rollout
+from specrl_jax.models.policy import head_weights
 from specrl_jax.rl.scoring import Scorer
 from specrl_jax.rollout.acceptance import match_acceptance, ratio_acceptance
 from specrl_jax.rollout.config import RolloutConfig
@@ -143,7 +144,8 @@ def test_an_earlier_rollout_is_accepted_as_the_coupling_of_old_and_new_policy_sa
 
     @jax.jit
     def acceptance(old, new):
-        laws = [Scorer(POLICY, SamplingLaw(), PLAIN).score(p, sequences, (0,)).log_law for p in (old, new)]
+        scored = [(Scorer(POLICY, SamplingLaw(), PLAIN).score(p, sequences, (0,)).states, p) for p in (old, new)]
+        laws = [jax.nn.log_softmax(states @ head_weights(p)[1].T) for states, p in scored]
         return jnp.pad(match_acceptance(laws[1], laws[0])[:, :-1], ((0, 0), (1, 0)))
 
     expected, mask = np.asarray(acceptance(old, new), np.float64), np.asarray(sequences.mask)

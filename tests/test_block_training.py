@@ -13,13 +13,18 @@ from tiny import VOCAB, no_texts
 
 from specrl_jax.drafters.block import BlockDrafter, corrected
 from specrl_jax.drafters.block_training import block_counts, block_hidden, block_loss, choose_anchors
-from specrl_jax.drafters.draft_losses import DraftBatch, DraftCounts, DraftLossConfig
+from specrl_jax.drafters.draft_losses import DraftBatch, DraftCounts, DraftLossConfig, Shared
 from specrl_jax.drafters.protocol import Choice
 from specrl_jax.models.tree import Tree
 
 pytestmark = pytest.mark.ci
 BATCH, SLOTS = 3, 15
 LOSS = DraftLossConfig(decay=0.7, anchors=4)
+
+
+def readout(embed):
+    """A policy whose output rows read the law that stands in a batch's states."""
+    return Shared(embed, jnp.eye(embed.shape[0]))
 
 
 def example(seed=0, width=None):
@@ -72,13 +77,13 @@ def test_loss_and_metrics_equal_float64_sums(kind):
     config, params, embed, batch = case()
     loss_config = replace(LOSS, kind=kind, eta=2.0)
     value = jax.jit(block_loss, static_argnums=(4, 5))
-    loss, metrics = value(params.weights, params, embed, batch, config, loss_config)
+    loss, metrics = value(params.weights, params, readout(embed), batch, config, loss_config)
     anchors, valid = choose_anchors(batch.tokens, batch.mask, loss_config.anchors)
     hidden = np.asarray(block_hidden(config, params.weights, embed, batch.tokens, batch.features, anchors), np.float64)
     named = {name: np.asarray(x, np.float64) for name, x in vars(params.weights).items() if isinstance(x, jax.Array)}
     head, teacher, mask = (
         np.asarray(params.lm_head, np.float64),
-        np.exp(np.asarray(batch.teacher_log_probs, np.float64)),
+        np.exp(np.asarray(batch.states, np.float64)),
         np.asarray(batch.mask),
     )
     total = 0.0
@@ -112,13 +117,13 @@ def test_loss_and_metrics_equal_float64_sums(kind):
 
 def test_parts_of_a_batch_add_up():
     config, params, embed, batch = case()
-    counts = block_counts(params.target_ids, batch, config, LOSS)
+    counts = block_counts(params.target_ids, readout(embed).head, batch, config, LOSS)
     value = jax.jit(jax.value_and_grad(block_loss, has_aux=True), static_argnums=(4, 5))
-    (whole, _), gradient = value(params.weights, params, embed, batch, config, LOSS, counts)
+    (whole, _), gradient = value(params.weights, params, readout(embed), batch, config, LOSS, counts)
     total, summed = 0.0, None
     for row in range(BATCH):
         part = jax.tree.map(lambda x, row=row: x[row : row + 1], batch)
-        (loss, _), grads = value(params.weights, params, embed, part, config, LOSS, counts)
+        (loss, _), grads = value(params.weights, params, readout(embed), part, config, LOSS, counts)
         total += float(loss)
         summed = grads if summed is None else jax.tree.map(jnp.add, summed, grads)
     np.testing.assert_allclose(total, whole, rtol=1e-5)
@@ -130,7 +135,12 @@ def test_no_gradient_leaves_the_drafter():
 
     def loss(features, embed, head):
         return block_loss(
-            params.weights, replace(params, lm_head=head), embed, replace(batch, features=features), config, LOSS
+            params.weights,
+            replace(params, lm_head=head),
+            readout(embed),
+            replace(batch, features=features),
+            config,
+            LOSS,
         )[0]
 
     for gradient in jax.jit(jax.grad(loss, argnums=(0, 1, 2)))(batch.features, embed, params.lm_head):
@@ -165,7 +175,7 @@ def test_it_learns_a_chain_of_tokens():
     @jax.jit
     def step(weights, state):
         (_, metrics), gradient = jax.value_and_grad(block_loss, has_aux=True)(
-            weights, params, embed, batch, config, replace(LOSS, anchors=8)
+            weights, params, readout(embed), batch, config, replace(LOSS, anchors=8)
         )
         updates, state = optimizer.update(gradient, state, weights)
         return optax.apply_updates(weights, updates), state, metrics
@@ -177,4 +187,4 @@ def test_it_learns_a_chain_of_tokens():
             weights, state, metrics = step(weights, state)
             first = metrics if first is None else first
     assert (np.asarray(metrics.overlap) > np.asarray(first.overlap) + 0.3).all()
-    assert isinstance(block_counts(params.target_ids, batch, config, LOSS), DraftCounts)
+    assert isinstance(block_counts(params.target_ids, readout(embed).head, batch, config, LOSS), DraftCounts)

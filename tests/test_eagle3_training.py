@@ -9,12 +9,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jaxprs import array_sizes
 from safetensors.numpy import load_file
 from test_eagle3_decode import hidden_first
 from tiny import no_texts
 
 from specrl_jax.drafters import eagle3, eagle3_layer, eagle3_training
-from specrl_jax.drafters.draft_losses import DraftBatch, DraftCounts, DraftLossConfig
+from specrl_jax.drafters.draft_losses import DraftBatch, DraftCounts, DraftLossConfig, Shared
 from specrl_jax.drafters.eagle3 import Eagle3Drafter
 from specrl_jax.drafters.eagle3_folder import drafter_tensors, load_eagle3
 from specrl_jax.drafters.eagle3_params import Eagle3Config, Eagle3Params, init_eagle3
@@ -46,6 +47,11 @@ def batch_of(expected):
     teacher = jax.nn.log_softmax(jnp.pad(expected["teacher"], (*pad, (0, 0))), axis=-1)
     tokens = jnp.pad(jnp.asarray(expected["tokens"]), pad)
     return DraftBatch(tokens, jnp.pad(expected["features"], (*pad, (0, 0))), teacher, jnp.ones(tokens.shape, bool))
+
+
+def readout(embed):
+    """A policy whose output rows read the law that stands in a batch's states."""
+    return Shared(embed, jnp.eye(embed.shape[0], dtype=jnp.float32))
 
 
 def unroll(case):
@@ -124,9 +130,11 @@ def test_loss_accuracy_and_gradient_equal_specforge(specforge):
     config, params, embed, expected = specforge
     batch = batch_of(expected)
     positions = jnp.full((STEPS,), expected["tokens"].size, jnp.float32)
-    counts = DraftCounts(draft_counts(params.target_ids, batch, STEPS).drafted, positions)
+    counts = DraftCounts(
+        draft_counts(params.target_ids, readout(embed).head, batch, DraftLossConfig(STEPS)).drafted, positions
+    )
     (loss, metrics), gradient = loss_and_gradient(
-        params.weights, params.target_ids, embed, batch, config, DraftLossConfig(STEPS), counts
+        params.weights, params.target_ids, readout(embed), batch, config, DraftLossConfig(STEPS), counts
     )
     np.testing.assert_allclose(loss, expected["total"], rtol=1e-5)
     np.testing.assert_allclose(metrics.loss, expected["losses"], rtol=1e-5)
@@ -153,10 +161,12 @@ def test_loss_and_metrics_equal_float64_sums(specforge, kind):
     config, params, embed, _ = specforge
     batch = example(config)
     loss_config = DraftLossConfig(steps=4, decay=0.7, kind=kind, eta=2.0)
-    (loss, metrics), _ = loss_and_gradient(params.weights, params.target_ids, embed, batch, config, loss_config)
+    (loss, metrics), _ = loss_and_gradient(
+        params.weights, params.target_ids, readout(embed), batch, config, loss_config
+    )
     logits = jax.jit(ttt_logits, static_argnums=(4, 5))(params.weights, embed, batch.tokens, batch.features, config, 4)
     logits = np.asarray(logits, np.float64)
-    teacher, mask = np.exp(np.asarray(batch.teacher_log_probs, np.float64)), np.asarray(batch.mask)
+    teacher, mask = np.exp(np.asarray(batch.states, np.float64)), np.asarray(batch.mask)
     ids = np.asarray(params.target_ids)
     total, counted = 0.0, 0
     for step in range(4):
@@ -181,7 +191,7 @@ def test_loss_and_metrics_equal_float64_sums(specforge, kind):
         total += 0.7**step * expected
         counted += len(overlaps)
     np.testing.assert_allclose(loss, total, rtol=1e-5)
-    assert counted == draft_counts(params.target_ids, batch, 4).drafted.sum()
+    assert counted == draft_counts(params.target_ids, readout(embed).head, batch, loss_config).drafted.sum()
 
 
 def test_no_gradient_reaches_the_policy(specforge):
@@ -189,10 +199,10 @@ def test_no_gradient_reaches_the_policy(specforge):
     batch = example(config)
 
     def loss(weights, embed, features, teacher):
-        changed = batch.replace(features=features, teacher_log_probs=teacher)
-        return draft_loss(weights, params.target_ids, embed, changed, config, DraftLossConfig(3))[0]
+        changed = batch.replace(features=features, states=teacher)
+        return draft_loss(weights, params.target_ids, readout(embed), changed, config, DraftLossConfig(3))[0]
 
-    inputs = (params.weights, embed, batch.features, batch.teacher_log_probs)
+    inputs = (params.weights, embed, batch.features, batch.states)
     weights, *policy = jax.jit(jax.grad(loss, argnums=(0, 1, 2, 3)))(*inputs)
     for gradient in policy:
         assert not np.any(gradient)
@@ -204,14 +214,39 @@ def test_parts_of_a_batch_add_up_to_it(specforge):
     config, params, embed, _ = specforge
     batch = example(config)
     loss_config = DraftLossConfig(3)
-    counts = draft_counts(params.target_ids, batch, loss_config.steps)
+    counts = draft_counts(params.target_ids, readout(embed).head, batch, loss_config)
 
     def run(part):
-        return loss_and_gradient(params.weights, params.target_ids, embed, part, config, loss_config, counts)
+        return loss_and_gradient(params.weights, params.target_ids, readout(embed), part, config, loss_config, counts)
 
     halves = [run(jax.tree.map(lambda x, start=start: x[start : start + 2], batch)) for start in (0, 2)]
     added = jax.tree.map(jnp.add, *halves)
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=1e-6), added, run(batch))
+
+
+@pytest.mark.parametrize("kind", ["kl", "lk"])
+def test_chunks_change_nothing(specforge, kind):
+    """Loss, metrics and gradient in chunks of 5 of 56 slots are those at once (float64); no law is ever whole."""
+    config, params, embed, _ = specforge
+    batch = example(config)
+
+    def run(chunk):
+        loss = DraftLossConfig(3, kind=kind, chunk=chunk)
+        value = jax.value_and_grad(draft_loss, has_aux=True)
+        wide = jax.tree.map(
+            lambda x: x.astype(jnp.float64) if x.dtype == jnp.float32 else x, (params.weights, readout(embed), batch)
+        )
+        return jax.jit(lambda w, r, b: value(w, params.target_ids, r, b, config, loss)), wide
+
+    with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):
+        at_once, inputs = run(1024)
+        chunked, _ = run(5)
+        ours, theirs = chunked(*inputs), at_once(*inputs)
+        jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-10, atol=1e-10), ours, theirs)
+        sizes = [array_sizes(fn, *inputs) for fn in (chunked, at_once)]
+    draft_vocab = params.target_ids.shape[0]
+    assert max(sizes[1]) >= 56 * draft_vocab
+    assert not any(size >= 56 * draft_vocab for size in sizes[0])
 
 
 def test_padding_and_later_tokens_do_not_count(specforge):
@@ -222,11 +257,11 @@ def test_padding_and_later_tokens_do_not_count(specforge):
     spoiled = DraftBatch(
         jnp.where(beyond, 1, batch.tokens),
         jnp.where(beyond[..., None], 50.0, batch.features),
-        jnp.where(beyond[..., None], -3.0, batch.teacher_log_probs),
+        jnp.where(beyond[..., None], -3.0, batch.states),
         batch.mask,
     )
     ours, theirs = (
-        loss_and_gradient(params.weights, params.target_ids, embed, b, config, DraftLossConfig(3))
+        loss_and_gradient(params.weights, params.target_ids, readout(embed), b, config, DraftLossConfig(3))
         for b in (batch, spoiled)
     )
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=1e-6), ours, theirs)
@@ -236,7 +271,7 @@ def test_bfloat16_trains(specforge):
     config, params, embed, _ = specforge
     low = jax.tree.map(lambda x: x.astype(jnp.bfloat16), params.weights)
     batch = example(config)
-    inputs = (params.target_ids, embed, batch)
+    inputs = (params.target_ids, readout(embed), batch)
     (loss, _), gradient = loss_and_gradient(low, *inputs, replace(config, dtype="bfloat16"), DraftLossConfig(3))
     (wide, _), _ = loss_and_gradient(params.weights, *inputs, config, DraftLossConfig(3))
     assert gradient.fc.dtype == jnp.bfloat16
@@ -293,7 +328,7 @@ def test_training_raises_agreement_and_served_acceptance():
         def step(carry, key):
             weights, state = carry
             batch, _ = toy_sequences(key, 32, 24)
-            _, gradient = value(weights, params.target_ids, embed, batch, TOY, loss_config)
+            _, gradient = value(weights, params.target_ids, readout(embed), batch, TOY, loss_config)
             with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
                 updates, state = optimizer.update(gradient, state)
             return (optax.apply_updates(weights, updates), state), None
@@ -306,7 +341,7 @@ def test_training_raises_agreement_and_served_acceptance():
     @jax.jit
     def judge(weights):
         """Agreement and overlap per step, and the drafts that a greedy policy accepts of 3."""
-        _, metrics = draft_loss(weights, params.target_ids, embed, held_out, TOY, loss_config)
+        _, metrics = draft_loss(weights, params.target_ids, readout(embed), held_out, TOY, loss_config)
         drafter = Eagle3Drafter(TOY)
         rows = held_out.tokens.shape[0]
         pairs = held_out.tokens[:, 1:], held_out.features[:, :-1]

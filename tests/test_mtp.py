@@ -17,7 +17,7 @@ from test_suffix import KEYS, LAW, NEW, PROMPTS, SAMPLES, assert_same
 from tiny import INVARIANT, PLAIN, POLICY, no_texts, random_eagle3, tiny_params
 
 from specrl_jax.drafters import eagle3_training
-from specrl_jax.drafters.draft_losses import DraftBatch, DraftLossConfig
+from specrl_jax.drafters.draft_losses import DraftBatch, DraftLossConfig, Shared
 from specrl_jax.drafters.eagle3_training import ttt_logits
 from specrl_jax.drafters.head_files import by_name
 from specrl_jax.drafters.heads import (
@@ -231,12 +231,12 @@ def test_training_moves_the_head_and_not_what_it_shares():
     features = jax.random.normal(keys[1], (2, 9, config.hidden_size))
     teacher = jax.nn.log_softmax(jax.random.normal(keys[2], (2, 9, config.vocab_size)), axis=-1)
     batch = DraftBatch(tokens, features, teacher, jnp.ones((2, 9), bool))
-    counts = head_counts(config, draft, batch, loss)
+    readout = Shared(policy.embed, jnp.eye(config.vocab_size))
+    counts = head_counts(config, draft, readout, batch, loss)
 
     def run(weights, shared, embed):
-        return head_loss(
-            weights, replace(draft, lm_head=shared[0], policy_norm=shared[1]), embed, batch, config, loss, counts
-        )[0]
+        params, policy = replace(draft, lm_head=shared[0], policy_norm=shared[1]), replace(readout, embed=embed)
+        return head_loss(weights, params, policy, batch, config, loss, counts)[0]
 
     weights, *shared = jax.jit(jax.grad(run, argnums=(0, 1, 2)))(
         draft.weights, (draft.lm_head, draft.policy_norm), policy.embed

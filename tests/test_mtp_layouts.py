@@ -16,7 +16,7 @@ from test_suffix import KEYS, LAW, NEW, PROMPTS, SAMPLES, assert_same
 from tiny import INVARIANT, POLICY, no_texts, tiny_params
 
 from specrl_jax.drafters import eagle3_training
-from specrl_jax.drafters.draft_losses import DraftBatch, DraftLossConfig
+from specrl_jax.drafters.draft_losses import DraftBatch, DraftLossConfig, Shared
 from specrl_jax.drafters.eagle3_training import ttt_logits
 from specrl_jax.drafters.head_files import by_name
 from specrl_jax.drafters.heads import (
@@ -274,11 +274,12 @@ def test_training_moves_the_head_and_not_what_it_shares(layout):
     features = jax.random.normal(keys[1], (2, 9, config.hidden_size))
     teacher = jax.nn.log_softmax(jax.random.normal(keys[2], (2, 9, config.vocab_size)), axis=-1)
     batch = DraftBatch(tokens, features, teacher, jnp.ones((2, 9), bool))
-    counts = head_counts(config, draft, batch, loss)
+    readout = Shared(policy.embed, jnp.eye(config.vocab_size))
+    counts = head_counts(config, draft, readout, batch, loss)
 
     def run(weights, shared):
         params = replace(draft, lm_head=shared[0], policy_norm=shared[1])
-        return head_loss(weights, params, policy.embed, batch, config, loss, counts)[0]
+        return head_loss(weights, params, readout, batch, config, loss, counts)[0]
 
     weights, shared = jax.jit(jax.grad(run, argnums=(0, 1)))(draft.weights, (draft.lm_head, draft.policy_norm))
     for name, gradient in by_name(weights).items():

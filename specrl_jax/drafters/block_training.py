@@ -17,8 +17,11 @@ from specrl_jax.drafters.draft_losses import (
     DraftCounts,
     DraftLossConfig,
     DraftMetrics,
+    Shared,
+    Teacher,
     add_up,
-    judge,
+    judge_all,
+    teacher,
     top_in_draft_vocab,
     weighted,
 )
@@ -109,29 +112,38 @@ def _at(x: Array, places: Int[Array, "b a"]) -> Array:
 
 
 def _slots_that_count(
-    target_ids: Int[Array, "dv"], batch: DraftBatch, config: BlockConfig, loss: DraftLossConfig
+    target_ids: Int[Array, "dv"],
+    law: Teacher,
+    vocab: int,
+    batch: DraftBatch,
+    config: BlockConfig,
+    loss: DraftLossConfig,
 ) -> tuple[Int[Array, "b a"], list[Bool[Array, "b a"]], list[Bool[Array, "b a"]]]:
     """Anchors, and at each depth the drafted ones and those of them that are trained."""
     anchors, valid = choose_anchors(batch.tokens, batch.mask, loss.anchors)
-    top = jnp.argmax(batch.teacher_log_probs, axis=-1)
-    known = top_in_draft_vocab(target_ids, top, batch.teacher_log_probs.shape[-1])
+    known = top_in_draft_vocab(target_ids, law.top, vocab)
     drafted = [valid & _at(batch.mask, anchors + 1 + depth) for depth in range(config.drafts)]
     trained = [at & _at(known, anchors + depth) for depth, at in enumerate(drafted)]
     return anchors, drafted, trained
 
 
 def block_counts(
-    target_ids: Int[Array, "dv"], batch: DraftBatch, config: BlockConfig, loss: DraftLossConfig
+    target_ids: Int[Array, "dv"],
+    rows: Float[Array, "v d"],
+    batch: DraftBatch,
+    config: BlockConfig,
+    loss: DraftLossConfig,
 ) -> DraftCounts:
     """Drafts that count at each depth; add them up over devices or microbatches and give them to `block_loss`."""
-    _, drafted, trained = _slots_that_count(target_ids, batch, config, loss)
+    law = teacher(batch, rows, loss.chunk)
+    _, drafted, trained = _slots_that_count(target_ids, law, rows.shape[0], batch, config, loss)
     return DraftCounts(*(jnp.stack([at.sum(dtype=jnp.float32) for at in slots]) for slots in (drafted, trained)))
 
 
 def block_loss(
     weights: BlockWeights,
     params: BlockParams,
-    embed: Float[Array, "v d"],
+    shared: Shared,
     batch: DraftBatch,
     config: BlockConfig,
     loss_config: DraftLossConfig,
@@ -144,21 +156,23 @@ def block_loss(
     Args:
         params: output rows and draft vocabulary.
     """
-    target_ids = params.target_ids
-    counts = block_counts(target_ids, batch, config, loss_config) if counts is None else counts
-    anchors, drafted, trained = _slots_that_count(target_ids, batch, config, loss_config)
-    teacher = lax.stop_gradient(batch.teacher_log_probs)
-    top, restricted = jnp.argmax(teacher, axis=-1).astype(jnp.int32), teacher[..., target_ids]
-    hidden = block_hidden(config, weights, embed, batch.tokens, batch.features, anchors)
+    target_ids, rows = params.target_ids, shared.head
+    counts = block_counts(target_ids, rows, batch, config, loss_config) if counts is None else counts
+    law = teacher(batch, rows, loss_config.chunk)
+    anchors, drafted, trained = _slots_that_count(target_ids, law, rows.shape[0], batch, config, loss_config)
+    hidden = block_hidden(config, weights, shared.embed, batch.tokens, batch.features, anchors)
     assert params.lm_head is not None
+    kernel = lax.stop_gradient(params.lm_head)
+
+    def logits_of(own: tuple[BlockWeights, Array], hidden: Array, before: Array) -> Array:
+        return corrected(config, own[0], linear(hidden, own[1], jnp.float32)[:, None], before[:, None])[:, 0]
+
     judged, unsure = [], jnp.float32(0.0)
     for depth in range(config.drafts):
         own, before = hidden[:, :, depth], _at(batch.tokens, anchors + depth)
-        logits = linear(own.reshape(-1, own.shape[2]), lax.stop_gradient(params.lm_head), jnp.float32)
-        logits = corrected(config, weights, logits.reshape(*own.shape[:2], -1), before)
-        judged.append(
-            judge(loss_config, logits, _at(restricted, anchors + depth), _at(top, anchors + depth), target_ids)
-        )
+        drafts = (own.reshape(-1, own.shape[2]), before.reshape(-1))
+        there = jax.tree.map(lambda x, depth=depth: _at(x, anchors + depth), law)
+        judged.append(judge_all(loss_config, logits_of, (weights, kernel), drafts, there, rows, target_ids))
         odds = confidence_logits(config, weights, own, before)
         if odds is not None:
             entropy = jax.nn.softplus(odds) - odds * judged[-1].accepted

@@ -1,7 +1,8 @@
 """Losses of draft heads: what they learn from, and how a step of drafts is scored against the policy's law."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +11,8 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from specrl_jax.errors import InputError
+from specrl_jax.models.linear import logits_of
+from specrl_jax.models.numerics import in_chunks
 
 
 @struct.dataclass
@@ -18,14 +21,22 @@ class DraftBatch:
 
     tokens: prompt and response, `[b, t]`.
     features: the policy's residual streams at the head's boundaries, concatenated, `[b, t, fd]`.
-    teacher_log_probs: float32 log-law of the policy over the token after slot `p`, `[b, t, v]`.
+    states: what the policy's output rows read at slot `p`; `teacher` makes its law of the token after `p`, `[b, t, d]`.
     mask: True where a token belongs to a response, `[b, t]`.
     """
 
     tokens: Int[Array, "b t"]
     features: Float[Array, "b t fd"]
-    teacher_log_probs: Float[Array, "b t v"]
+    states: Float[Array, "b t d"]
     mask: Bool[Array, "b t"]
+
+
+@struct.dataclass
+class Shared:
+    """What the training of a head reads of the policy, detached: embedding and output rows, `[v, d]`."""
+
+    embed: Float[Array, "v d"]
+    head: Float[Array, "v d"]
 
 
 @dataclass(frozen=True)
@@ -36,6 +47,7 @@ class DraftLossConfig:
         1 minus the acceptance `a` of a ratio test. "lk": the one where drafts are bad, the other where they are good, a
         slot's weight of the first being `exp(-eta * a)`, without gradient (LK losses, arXiv 2602.23881).
     anchors: blocks of a sequence that train a block drafter, which drafts as many tokens as it was made for.
+    chunk: slots whose laws over a vocabulary exist at a time.
     """
 
     steps: int = 3
@@ -43,12 +55,14 @@ class DraftLossConfig:
     kind: Literal["kl", "tv", "lk"] = "kl"
     eta: float = 3.0
     anchors: int = 32
+    chunk: int = 1024
 
     def __post_init__(self) -> None:
         if self.kind not in ("kl", "tv", "lk"):
             raise InputError(f"draft loss kind is {self.kind!r}; choose kl, tv or lk")
-        if self.anchors < 1:
-            raise InputError(f"draft loss anchors is {self.anchors}; it must be at least 1")
+        for name in ("anchors", "chunk"):
+            if getattr(self, name) < 1:
+                raise InputError(f"draft loss {name} is {getattr(self, name)}; it must be at least 1")
         if not 0.0 <= self.eta < float("inf"):
             raise InputError(f"draft loss eta is {self.eta}; it must be a number of at least 0")
         if self.steps < 1:
@@ -103,17 +117,67 @@ def top_in_draft_vocab(target_ids: Int[Array, "dv"], top: Int[Array, "b t"], voc
 class Judgement:
     """One draft of every slot: what is trained where it is known, what wherever it is drafted, and two figures."""
 
-    known: Float[Array, "b t"]
-    everywhere: Float[Array, "b t"] | None
-    agrees: Bool[Array, "b t"]
-    accepted: Float[Array, "b t"]
+    known: Float[Array, "*n"]
+    everywhere: Float[Array, "*n"] | None
+    agrees: Bool[Array, "*n"]
+    accepted: Float[Array, "*n"]
+
+
+@struct.dataclass
+class Teacher:
+    """The policy's law of the token after every slot, in short: likeliest token and logarithm of its normaliser."""
+
+    states: Float[Array, "b t d"]
+    top: Int[Array, "b t"]
+    log_total: Float[Array, "b t"]
+
+
+def teacher(batch: DraftBatch, rows: Float[Array, "v d"], chunk: int) -> Teacher:
+    """The policy's law at every slot, made `chunk` slots at a time; no gradient reaches it."""
+    states, rows = lax.stop_gradient((batch.states, rows))
+
+    def read(rows: Array, states: Float[Array, "n d"]) -> tuple[Array, Array]:
+        logits = logits_of(states, rows)
+        return jnp.argmax(logits, axis=-1).astype(jnp.int32), jax.nn.logsumexp(logits, axis=-1)
+
+    top, log_total = in_chunks(read, rows, (states.reshape(-1, states.shape[-1]),), chunk)
+    shape = states.shape[:2]
+    return Teacher(states, top.reshape(shape), log_total.reshape(shape))
+
+
+def judge_all(
+    config: DraftLossConfig,
+    drafts_of: Callable[..., Float[Array, "n dv"]],
+    weights: Any,
+    inputs: tuple[Array, ...],
+    known: Teacher,
+    rows: Float[Array, "v d"],
+    target_ids: Int[Array, "dv"],
+) -> Judgement:
+    """`judge` for drafts `[b, t]` whose laws are made `config.chunk` at a time, in the gradient too.
+
+    Args:
+        drafts_of: `(weights, *inputs) -> logits` of the head at some slots.
+        inputs: arrays `[b * t, ...]`.
+        known: of the tokens that are drafted. rows: the policy's output rows.
+    """
+
+    def one(weights: Any, states: Array, top: Array, log_total: Array, *x: Array) -> Judgement:
+        own, restricted = weights
+        log_p = logits_of(states, restricted) - log_total[:, None]
+        return judge(config, drafts_of(own, *x), log_p, top, target_ids)
+
+    flat = (known.states.reshape(-1, known.states.shape[-1]), known.top.reshape(-1), known.log_total.reshape(-1))
+    restricted = lax.stop_gradient(rows)[target_ids]
+    judged = in_chunks(one, (weights, restricted), (*flat, *inputs), config.chunk)
+    return jax.tree.map(lambda x: x.reshape(known.top.shape), judged)
 
 
 def judge(
     config: DraftLossConfig,
-    logits: Float[Array, "b t dv"],
-    log_p: Float[Array, "b t dv"],
-    top: Int[Array, "b t"],
+    logits: Float[Array, "n dv"],
+    log_p: Float[Array, "n dv"],
+    top: Int[Array, "n"],
     target_ids: Int[Array, "dv"],
 ) -> Judgement:
     """Score drafts.

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from specrl_jax.drafters.eagle3_params import Eagle3Config, Eagle3Weights
-from specrl_jax.models.linear import linear
+from specrl_jax.models.linear import linear, logits_of
 from specrl_jax.models.policy import rms_norm, swiglu
 from specrl_jax.models.rope import apply_rope, rope_angles
 
@@ -85,4 +85,4 @@ def mix_and_mlp(
 def draft_logits(config: Eagle3Config, weights: Eagle3Weights, hidden: Float[Array, "n d"]) -> Float[Array, "n dv"]:
     """Float32 logits over the draft vocabulary, from `h2`."""
     normed = rms_norm(hidden, weights.final_norm, config.rms_norm_eps)
-    return linear(normed, weights.lm_head, jnp.float32)
+    return logits_of(normed, weights.lm_head)

@@ -8,6 +8,8 @@ the step-0 keys of slots `0..p` and to its own slot's keys of steps `1..i`,
 which is what a chain drafted from slot `p` has in its cache.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -29,10 +31,12 @@ from specrl_jax.drafters.draft_losses import (
     DraftCounts,
     DraftLossConfig,
     DraftMetrics,
+    Shared,
     add_up,
     drafted_slots,
-    judge,
+    judge_all,
     shift,
+    teacher,
     top_in_draft_vocab,
     weighted,
 )
@@ -141,11 +145,12 @@ def ttt_logits(
     return logits.reshape(steps, *tokens.shape, -1)
 
 
-def draft_counts(target_ids: Int[Array, "dv"], batch: DraftBatch, steps: int) -> DraftCounts:
+def draft_counts(
+    target_ids: Int[Array, "dv"], rows: Float[Array, "v d"], batch: DraftBatch, loss: DraftLossConfig
+) -> DraftCounts:
     """Slots that count at each step; add them up over devices or microbatches and give them to `draft_loss`."""
-    top = jnp.argmax(batch.teacher_log_probs, axis=-1)
-    known = top_in_draft_vocab(target_ids, top, batch.teacher_log_probs.shape[-1])
-    drafted = [drafted_slots(batch.mask, step) for step in range(steps)]
+    known = top_in_draft_vocab(target_ids, teacher(batch, rows, loss.chunk).top, rows.shape[0])
+    drafted = [drafted_slots(batch.mask, step) for step in range(loss.steps)]
     trained = [slots & shift(known, 1 + step) for step, slots in enumerate(drafted)]
     drafted_count, trained_count = (jnp.stack([s.sum(dtype=jnp.float32) for s in x]) for x in (drafted, trained))
     return DraftCounts(drafted_count, trained_count)
@@ -154,7 +159,7 @@ def draft_counts(target_ids: Int[Array, "dv"], batch: DraftBatch, steps: int) ->
 def draft_loss(
     weights: LayerWeights,
     target_ids: Int[Array, "dv"],
-    embed: Float[Array, "v d"],
+    shared: Shared,
     batch: DraftBatch,
     config: LayerConfig,
     loss_config: DraftLossConfig,
@@ -164,7 +169,7 @@ def draft_loss(
 
     Args:
         weights, target_ids: the head (`Eagle3Params`, `MtpParams`).
-        embed: the policy's embedding.
+        shared: the policy's embedding and output rows.
         batch: sequences of the policy.
         config: the head's architecture.
         loss_config: length of the unroll and weights of its steps.
@@ -172,17 +177,15 @@ def draft_loss(
             and gradients then add up over the parts.
     """
     steps = loss_config.steps
-    counts = draft_counts(target_ids, batch, steps) if counts is None else counts
-    teacher = lax.stop_gradient(batch.teacher_log_probs)
-    top = jnp.argmax(teacher, axis=-1)
-    known = top_in_draft_vocab(target_ids, top, teacher.shape[-1])
-    restricted = teacher[..., target_ids]
+    counts = draft_counts(target_ids, shared.head, batch, loss_config) if counts is None else counts
+    law = teacher(batch, shared.head, loss_config.chunk)
+    known = top_in_draft_vocab(target_ids, law.top, shared.head.shape[0])
+    logits_of = functools.partial(draft_logits, config)
     judged, drafted, trained = [], [], []
-    for step, hidden in enumerate(ttt_hidden(weights, embed, batch.tokens, batch.features, config, steps)):
-        logits = draft_logits(config, weights, hidden).reshape(*top.shape, -1)
-        after = 1 + step
-        judged.append(judge(loss_config, logits, shift(restricted, after), shift(top, after), target_ids))
+    for step, hidden in enumerate(ttt_hidden(weights, shared.embed, batch.tokens, batch.features, config, steps)):
+        following = jax.tree.map(lambda x, after=1 + step: shift(x, after), law)
+        judged.append(judge_all(loss_config, logits_of, weights, (hidden,), following, shared.head, target_ids))
         drafted.append(drafted_slots(batch.mask, step))
-        trained.append(drafted[-1] & shift(known, after))
+        trained.append(drafted[-1] & shift(known, 1 + step))
     metrics = add_up(judged, drafted, trained, counts)
     return weighted(loss_config, metrics), metrics

@@ -18,7 +18,7 @@ from specrl_jax.drafters.block import BlockDrafter
 from specrl_jax.drafters.block_folder import is_block_drafter, load_block, save_block
 from specrl_jax.drafters.block_params import BlockConfig, BlockParams, init_block
 from specrl_jax.drafters.block_training import block_counts, block_loss
-from specrl_jax.drafters.draft_losses import DraftBatch, DraftCounts, DraftLossConfig, DraftMetrics
+from specrl_jax.drafters.draft_losses import DraftBatch, DraftCounts, DraftLossConfig, DraftMetrics, Shared
 from specrl_jax.drafters.eagle3 import Eagle3Drafter
 from specrl_jax.drafters.eagle3_folder import load_eagle3, save_eagle3, with_policy_embedding
 from specrl_jax.drafters.eagle3_params import Eagle3Config, Eagle3Params, init_eagle3
@@ -65,17 +65,24 @@ def init_head(
     return init_eagle3(key, config, target_ids, policy, feature_rms)
 
 
-def head_counts(config: HeadConfig, params: HeadParams, batch: DraftBatch, loss: DraftLossConfig) -> DraftCounts:
+def shared_with_head(policy: PolicyParams) -> Shared:
+    """What the training of a head reads of the policy."""
+    return Shared(policy.embed, head_weights(policy)[1])
+
+
+def head_counts(
+    config: HeadConfig, params: HeadParams, shared: Shared, batch: DraftBatch, loss: DraftLossConfig
+) -> DraftCounts:
     """Drafts that count at each step."""
     if isinstance(config, BlockConfig):
-        return block_counts(params.target_ids, batch, config, loss)
-    return draft_counts(params.target_ids, batch, loss.steps)
+        return block_counts(params.target_ids, shared.head, batch, config, loss)
+    return draft_counts(params.target_ids, shared.head, batch, loss)
 
 
 def head_loss(
     weights: Any,
     params: HeadParams,
-    embed: Float[Array, "v d"],
+    shared: Shared,
     batch: DraftBatch,
     config: HeadConfig,
     loss: DraftLossConfig,
@@ -84,10 +91,11 @@ def head_loss(
     """Loss and metrics of a part of a batch; `weights` are those of `params`, by which it is differentiated."""
     if isinstance(config, BlockConfig):
         assert isinstance(params, BlockParams)
-        return block_loss(weights, params, embed, batch, config, loss, counts)
+        return block_loss(weights, params, shared, batch, config, loss, counts)
     assert not isinstance(params, BlockParams)
     weights = params.with_rows(weights)
-    return draft_loss(weights, params.target_ids, params.embedding(embed), batch, config, loss, counts)
+    shared = replace(shared, embed=params.embedding(shared.embed))
+    return draft_loss(weights, params.target_ids, shared, batch, config, loss, counts)
 
 
 def save_drafter(folder: str | Path, drafter: HeadDrafter, params: HeadParams) -> None:

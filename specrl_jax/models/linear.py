@@ -21,3 +21,8 @@ def linear(x: Float[Array, "n i"], kernel: Float[Array, "o i"], dtype: Any = Non
         return jnp.einsum("ni,oi->no", x, kernel, preferred_element_type=dtype)
     columns = lax.optimization_barrier(x.T)
     return lax.optimization_barrier(jnp.einsum("oi,in->on", kernel, columns, preferred_element_type=dtype)).T
+
+
+def logits_of(x: Float[Array, "n i"], kernel: Float[Array, "o i"]) -> Float[Array, "n o"]:
+    """`linear` in at least float32, as laws over a vocabulary need it."""
+    return linear(x, kernel, jnp.float64 if x.dtype == jnp.float64 else jnp.float32)

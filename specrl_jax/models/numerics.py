@@ -104,6 +104,24 @@ def _blocked_bwd(fn: Callable[..., Any], block: int, residuals: Any, cotangents:
 _blocked.defvjp(_blocked_fwd, _blocked_bwd)
 
 
+def in_chunks(fn: Callable[..., Any], weights: Any, inputs: tuple[Array, ...], chunk: int) -> Any:
+    """As `map_tokens`, `chunk` tokens after another; the gradient computes every chunk's insides again.
+
+    For functions whose insides are much larger than what they take and return: laws over a vocabulary.
+    """
+    count = _leading(inputs)
+    if count <= chunk:
+        return fn(weights, *inputs)
+    chunks = -(-count // chunk)
+
+    def cut(x: Array) -> Array:
+        return jnp.pad(x, [(0, chunks * chunk - count)] + [(0, 0)] * (x.ndim - 1)).reshape(chunks, chunk, *x.shape[1:])
+
+    one = jax.checkpoint(lambda weights, x: fn(weights, *x))
+    outputs = lax.map(lambda x: one(weights, x), tuple(map(cut, inputs)))
+    return jax.tree.map(lambda y: y.reshape(chunks * chunk, *y.shape[2:])[:count], outputs)
+
+
 def map_tokens(fn: Callable[..., Any], weights: Any, inputs: tuple[Array, ...], numerics: Numerics) -> Any:
     """`fn(weights, *inputs)` for a function that treats every token (leading axis) by itself.
 

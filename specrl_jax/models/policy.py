@@ -25,7 +25,7 @@ from jaxtyping import Array, Float, Int
 from specrl_jax.models.attention import attention, paged_attention
 from specrl_jax.models.cache import KVCache, init_pool, locate, own_pages, pages_for, write_slots
 from specrl_jax.models.config import PolicyConfig
-from specrl_jax.models.linear import linear
+from specrl_jax.models.linear import linear, logits_of
 from specrl_jax.models.numerics import Numerics, map_tokens
 from specrl_jax.models.params import LayerParams, PolicyParams
 from specrl_jax.models.rope import apply_rope, rope_angles
@@ -215,7 +215,7 @@ def token_logits(
 ) -> Float[Array, "n v"]:
     """Float32 logits of hidden states; a token-wise function for `map_tokens`."""
     norm, head = weights
-    return linear(rms_norm(hidden, norm, config.rms_norm_eps), head, jnp.float32)
+    return logits_of(rms_norm(hidden, norm, config.rms_norm_eps), head)
 
 
 def logits(

@@ -16,7 +16,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
-from specrl_jax.drafters.draft_losses import DraftBatch, DraftLossConfig
+from specrl_jax.drafters.draft_losses import DraftBatch, DraftLossConfig, Shared
 from specrl_jax.drafters.heads import HeadConfig, HeadParams, head_counts, head_loss
 from specrl_jax.errors import InputError
 from specrl_jax.models.numerics import isolated
@@ -97,11 +97,11 @@ class DraftTraining:
 
         def read(policy: PolicyParams, micro: Sequences) -> tuple[Any, Any]:
             scores = self.scorer.score(policy, micro, self.head.boundaries)
-            return (), (scores.features, scores.log_law)
+            return (), (scores.features, scores.states)
 
-        _, (features, log_law) = over_microbatches(read, policy, sequences, sequences.lengths, self.microbatch)
+        _, (features, states) = over_microbatches(read, policy, sequences, sequences.lengths, self.microbatch)
         ordered = jax.tree.map(lambda x: x[sorted_order(sequences.lengths)], sequences)
-        batch = DraftBatch(ordered.tokens, features, log_law, ordered.mask)
+        batch = DraftBatch(ordered.tokens, features, states, ordered.mask)
         return DraftExamples(batch, ordered.lengths)
 
     def update(
@@ -109,7 +109,7 @@ class DraftTraining:
         mesh: Mesh,
         params: HeadParams,
         state: DraftOptState,
-        embed: Float[Array, "v d"],
+        shared: Shared,
         examples: DraftExamples,
         accepted: Float[Array, ""] | None = None,
     ) -> tuple[HeadParams, DraftOptState, dict[str, Array]]:
@@ -118,7 +118,7 @@ class DraftTraining:
         Args:
             mesh: over which the examples are split.
             params, state: of the head.
-            embed: the policy's embedding.
+            shared: the policy's embedding and output rows.
             examples: what the head learns from.
             accepted: acceptance length of the newest rollout, the same on all devices; None offline.
 
@@ -128,14 +128,14 @@ class DraftTraining:
             left out whether there was an update, `draft_updated` (the others are NaN where there was none).
         """
         if accepted is None or not self.tolerance:
-            return self._update(mesh, params, state, embed, examples)
+            return self._update(mesh, params, state, shared, examples)
         recent = jnp.where(state.best > 0.0, 0.5 * (state.recent + accepted), accepted)
         # What was best fades: a policy that has become less certain allows no more than it allows.
         best = jnp.maximum(recent, 0.99 * state.best)
         state = dataclasses.replace(state, best=best, recent=recent)
 
         def train(params: HeadParams, state: DraftOptState) -> Any:
-            return self._update(mesh, params, state, embed, examples)
+            return self._update(mesh, params, state, shared, examples)
 
         def leave(params: HeadParams, state: DraftOptState) -> Any:
             shapes = jax.eval_shape(train, params, state)[2]
@@ -146,12 +146,12 @@ class DraftTraining:
         return params, state, report | {"draft_updated": stale.astype(jnp.float32)}
 
     def _update(
-        self, mesh: Mesh, params: HeadParams, state: DraftOptState, embed: Float[Array, "v d"], examples: DraftExamples
+        self, mesh: Mesh, params: HeadParams, state: DraftOptState, shared: Shared, examples: DraftExamples
     ) -> tuple[HeadParams, DraftOptState, dict[str, Array]]:
         layout = Layout(mesh, self.head.num_kv_heads)
         weights = state.weights if self.average else params.weights
         gradients = over_mesh(mesh, self._summed_gradients, (P(), P(), P(), P(ROWS)), P())
-        (loss, metrics), grads = gradients(*layout.gather((weights, params)), embed, examples)
+        (loss, metrics), grads = gradients(*layout.gather((weights, params)), shared, examples)
 
         def apply(weights: Any, optimizer: Any, grads: Any) -> Any:
             return apply_gradients(self._optimizer, weights, optimizer, grads)
@@ -174,15 +174,13 @@ class DraftTraining:
         }
         return dataclasses.replace(params, weights=weights), state, jax.tree.map(jnp.asarray, report)
 
-    def _summed_gradients(
-        self, weights: Any, params: HeadParams, embed: Float[Array, "v d"], examples: DraftExamples
-    ) -> Any:
+    def _summed_gradients(self, weights: Any, params: HeadParams, shared: Shared, examples: DraftExamples) -> Any:
         """Loss with its metrics, and gradient, over the mesh."""
-        counts = sum_over_rows(head_counts(self.head, params, examples.batch, self.loss))
+        counts = sum_over_rows(head_counts(self.head, params, shared, examples.batch, self.loss))
 
         def gradients(weights: Any, micro: DraftBatch) -> tuple[Any, Any]:
             value = jax.value_and_grad(head_loss, has_aux=True)
-            return value(weights, params, embed, micro, self.head, self.loss, counts), ()
+            return value(weights, params, shared, micro, self.head, self.loss, counts), ()
 
         sums, _ = over_microbatches(gradients, weights, examples.batch, examples.lengths, self.microbatch)
         return sum_over_rows(sums)

@@ -29,7 +29,7 @@ from jaxtyping import Array, Float, Int, UInt32
 from specrl_jax.data.prompts import Prompts
 from specrl_jax.drafters.combined import head_of, history_of, with_head, with_history
 from specrl_jax.drafters.draft_losses import DraftBatch
-from specrl_jax.drafters.heads import with_current_rows
+from specrl_jax.drafters.heads import shared_with_head, with_current_rows
 from specrl_jax.drafters.suffix import remember
 from specrl_jax.errors import InputError
 from specrl_jax.models.numerics import isolated, opaque_int
@@ -247,13 +247,13 @@ class GrpoStep:
                 denominator,
                 micro.sequences.behaviour,
             )
-            return value, (metrics, (scores.features, scores.log_law))
+            return value, (metrics, (scores.features, scores.states))
 
         (value, (metrics, taught)), grads = jax.value_and_grad(loss, has_aux=True)(params)
         left = None
         if self.drafting is not None and boundaries:
-            sequences, (features, log_law) = jax.tree.map(lambda x: x[:kept], (micro.sequences, taught))
-            batch = DraftBatch(sequences.tokens, features, log_law, sequences.mask)
+            sequences, (features, states) = jax.tree.map(lambda x: x[:kept], (micro.sequences, taught))
+            batch = DraftBatch(sequences.tokens, features, states, sequences.mask)
             left = DraftExamples(batch, sequences.lengths)
         return (grads, value, metrics), left
 
@@ -375,6 +375,6 @@ class GrpoStep:
             return state, {}
         stats = trajectory.stats
         accepted = 1.0 + stats.accepted.astype(jnp.float32) / jnp.maximum(stats.rounds, 1).astype(jnp.float32)
-        embed = Layout(mesh, self.engine.policy.num_kv_heads).gather({"embed": state.params.embed})["embed"]
-        head, opt_state, metrics = self.drafting.update(mesh, head, state.draft_opt_state, embed, examples, accepted)
+        shared = Layout(mesh, self.engine.policy.num_kv_heads).gather(shared_with_head(state.params))
+        head, opt_state, metrics = self.drafting.update(mesh, head, state.draft_opt_state, shared, examples, accepted)
         return dataclasses.replace(state, draft=with_head(state.draft, head), draft_opt_state=opt_state), metrics

@@ -9,10 +9,11 @@ from flax import struct
 from jax import lax
 from jaxtyping import Array, Float
 
+from specrl_jax.errors import InputError
 from specrl_jax.models.config import PolicyConfig
 from specrl_jax.models.numerics import Numerics
 from specrl_jax.models.params import PolicyParams
-from specrl_jax.models.policy import forward, grid_batch, sequence_positions
+from specrl_jax.models.policy import forward, grid_batch, rms_norm, sequence_positions
 from specrl_jax.rl.microbatches import MicrobatchConfig, over_microbatches, sorted_order
 from specrl_jax.rollout.sampling import Context, SamplingLaw, score_tokens
 from specrl_jax.rollout.trajectory import Sequences
@@ -24,14 +25,14 @@ class Scores:
 
     entropy: of the law that token `t` was scored under, nats, 0 at `t = 0`, `[b, t]`.
     features: residual streams at the requested boundaries, detached, `[b, t, fd]`, or None.
-    log_law: the policy's law over token `t + 1` at slot `t`, before the sampling law, detached, `[b, t, v]`, or None:
-        rollouts apply the sampling law to the drafter's logits as they do to the policy's.
+    states: what the policy's output rows read at slot `t` to give its law of token `t + 1`, detached, `[b, t, d]`, or
+        None. Drafters learn the law before the sampling law, which rollouts apply to their logits as to the policy's.
     """
 
     log_probs: Float[Array, "b t"]
     entropy: Float[Array, "b t"]
     features: Float[Array, "b t fd"] | None
-    log_law: Float[Array, "b t v"] | None
+    states: Float[Array, "b t d"] | None
 
 
 @dataclass(frozen=True)
@@ -39,12 +40,18 @@ class Scorer:
     """How sequences are scored: the numerics of the rollout, and its law (or that before the filters).
 
     remat: the gradient computes every layer's insides again instead of keeping them.
+    chunk: tokens whose laws over the vocabulary exist at a time.
     """
 
     policy: PolicyConfig
     law: SamplingLaw
     numerics: Numerics
     remat: bool = False
+    chunk: int = 1024
+
+    def __post_init__(self) -> None:
+        if self.chunk < 1:
+            raise InputError(f"chunk of the training forward is {self.chunk}; it must be at least 1 token")
 
     def score(self, params: PolicyParams, sequences: Sequences, boundaries: tuple[int, ...] = ()) -> Scores:
         """Log-probs of every token; with `boundaries` also what a drafter learns from."""
@@ -59,7 +66,7 @@ class Scorer:
             remat=self.remat,
         )
         following = jnp.roll(sequences.tokens, -1, axis=1).reshape(-1)
-        law, log_law = score_tokens(
+        law = score_tokens(
             params,
             self.policy,
             self.law,
@@ -68,18 +75,19 @@ class Scorer:
             self._thresholds(sequences),
             self._context(sequences),
             self.numerics,
-            keep_law=bool(boundaries),
+            self.chunk,
         )
 
         def shifted(x: Float[Array, "n"]) -> Float[Array, "b t"]:
             return jnp.pad(x.reshape(rows, width)[:, :-1], ((0, 0), (1, 0)))
 
-        features = None
-        if out.features is not None and log_law is not None:
+        features = states = None
+        if out.features is not None:
+            states = rms_norm(out.hidden, params.final_norm, self.policy.rms_norm_eps)
             # The barrier keeps what reads the features from being fused with the policy's own forward.
-            features, log_law = lax.optimization_barrier(lax.stop_gradient((out.features, log_law)))
-            features, log_law = (x.reshape(rows, width, -1) for x in (features, log_law))
-        return Scores(shifted(law.log_prob), shifted(law.entropy), features, log_law)
+            features, states = lax.optimization_barrier(lax.stop_gradient((out.features, states)))
+            features, states = (x.reshape(rows, width, -1) for x in (features, states))
+        return Scores(shifted(law.log_prob), shifted(law.entropy), features, states)
 
     def _thresholds(self, sequences: Sequences) -> Float[Array, "n"]:
         """Slot `t` holds that of token `t + 1`."""

@@ -12,7 +12,7 @@ from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from specrl_jax.errors import InputError
 from specrl_jax.models.config import PolicyConfig
-from specrl_jax.models.numerics import Numerics, map_tokens
+from specrl_jax.models.numerics import Numerics, in_chunks, map_tokens
 from specrl_jax.models.params import PolicyParams
 from specrl_jax.models.policy import head_weights, token_logits
 from specrl_jax.rollout.noise import best, gumbel_noise
@@ -235,17 +235,16 @@ def _sample_block(
 def _score_block(
     config: PolicyConfig,
     law: SamplingLaw,
-    keep_law: bool,
     weights: tuple[Array, Array],
     hidden: Float[Array, "n d"],
     tokens: Int[Array, "n"],
     thresholds: Float[Array, "n"],
     *context: Array,
-) -> tuple[TokenLaw, Float[Array, "n v"] | None]:
+) -> TokenLaw:
     logits = token_logits(config, weights, hidden)
     tempered = law.tempered(logits, Context(*context), jnp.arange(logits.shape[1], dtype=jnp.int32))
     log_law = law.restrict(tempered, thresholds, tokens)
-    return _describe(log_law, tokens, thresholds), (jax.nn.log_softmax(logits, axis=-1) if keep_law else None)
+    return _describe(log_law, tokens, thresholds)
 
 
 def sample_tokens(
@@ -276,13 +275,13 @@ def score_tokens(
     thresholds: Float[Array, "n"],
     context: Context,
     numerics: Numerics,
-    *,
-    keep_law: bool = False,
-) -> tuple[TokenLaw, Float[Array, "n v"] | None]:
+    chunk: int,
+) -> TokenLaw:
     """Log-probability of given next tokens under the same law, on the support that the rollout stored.
 
     A given token belongs to its support even where its probability has since fallen below the threshold.
-    With `keep_law` the policy's own log-law is returned too, log softmax(logits).
+    The laws of at most `chunk` tokens exist at a time, in the gradient too.
     """
-    block = functools.partial(_score_block, config, law, keep_law)
-    return map_tokens(block, head_weights(params), (hidden, tokens, thresholds, *_given(context)), numerics)
+    block = functools.partial(_score_block, config, law)
+    inputs = (hidden, tokens, thresholds, *_given(context))
+    return in_chunks(lambda weights, *x: map_tokens(block, weights, x, numerics), head_weights(params), inputs, chunk)

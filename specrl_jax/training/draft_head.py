@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Int
 
-from specrl_jax.drafters.heads import HeadParams
+from specrl_jax.drafters.heads import HeadParams, shared_with_head
 from specrl_jax.models.params import PolicyParams
 from specrl_jax.parallel.sharding import ROWS, Layout, over_mesh
 from specrl_jax.rl.drafting import DraftTraining
@@ -65,10 +65,11 @@ def _program(training: DraftTraining, sequences: int, mesh: Mesh, steps: int) ->
 
     def run(state: DraftState, policy: PolicyParams, corpus: Sequences, seed: Int[Array, ""]) -> Any:
         policy = its_policy.gather(policy)
+        shared = shared_with_head(policy)
 
         def one(state: DraftState, _: None) -> tuple[DraftState, dict[str, Array]]:
             examples = on_rows(policy, corpus, state.step, seed)
-            draft, opt_state, metrics = training.update(mesh, state.draft, state.opt_state, policy.embed, examples)
+            draft, opt_state, metrics = training.update(mesh, state.draft, state.opt_state, shared, examples)
             return head.keep(DraftState(draft, opt_state, state.step + 1)), metrics
 
         return lax.scan(one, state, None, length=steps)

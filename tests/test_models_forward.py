@@ -7,7 +7,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jaxprs import array_sizes
 
+from specrl_jax.models import attention
 from specrl_jax.models.numerics import Numerics
 from specrl_jax.models.params import init_params
 from specrl_jax.models.policy import TokenBatch, forward, grid_batch, logits, policy_cache, sequence_positions
@@ -136,3 +138,32 @@ def test_invariant_and_plain_gradients_agree(name):
         # A bias of the keys shifts all scores of a query alike, but for the rotation: its gradient is small.
         assert scale > 1e-7, path
         np.testing.assert_allclose(b, a, rtol=0, atol=1e-5 * scale + 1e-9, err_msg=jax.tree_util.keystr(path))
+
+
+@pytest.mark.parametrize("queries", [1, 5, 16, 30])
+def test_long_sequences_attend_in_blocks_of_queries_as_at_once(monkeypatch, queries):
+    """Values and gradients, float64, with padding at the end; no block of scores is larger than one of 4 queries."""
+    rows, heads, groups, width = 2, 4, 2, 8
+    keys = jax.random.split(jax.random.key(0), 4)
+    positions = sequence_positions(jnp.asarray([queries, max(1, queries - 3)], jnp.int32), queries)
+
+    def run(q, k, v):  # traced anew by every `both`
+        out = attention.attention(q, k, v, positions, Numerics("plain"))
+        seen = jnp.where((positions >= 0)[:, :, None, None], out, 0.0)
+        return jnp.sum(seen * jnp.cos(jnp.arange(out.size, dtype=out.dtype)).reshape(out.shape)), seen
+
+    with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):
+        q = jax.random.normal(keys[0], (rows, queries, heads, width), jnp.float64)
+        k, v = (jax.random.normal(key, (rows, groups, queries, width), jnp.float64) for key in keys[1:3])
+
+        def both():
+            return jax.value_and_grad(lambda *inputs: run(*inputs), argnums=(0, 1, 2), has_aux=True)
+
+        expected = jax.jit(both())(q, k, v)
+        monkeypatch.setattr(attention, "_AT_ONCE", 4)
+        monkeypatch.setattr(attention, "_QUERIES", 4)
+        ours = jax.jit(both())(q, k, v)
+        jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=1e-6), ours, expected)
+        sizes = array_sizes(both(), q, k, v)
+    whole = rows * heads * queries * queries
+    assert queries <= 8 or not any(size >= whole for size in sizes)

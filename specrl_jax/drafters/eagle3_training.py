@@ -42,7 +42,8 @@ from specrl_jax.drafters.draft_losses import (
 )
 
 _MASKED = -1e30
-_FEWEST_QUERIES, _MOST_BLOCKS = 128, 8
+_AT_ONCE, _QUERIES, _SPANS = 512, 128, 8
+"""Slots of a span that attend at once; above that, slots whose scores exist at a time; and spans of a sequence."""
 
 
 def _attend_block(
@@ -51,12 +52,13 @@ def _attend_block(
     values: Float[Array, "b g s c"],
     own_keys: Float[Array, "e b g q c"],
     own_values: Float[Array, "e b g q c"],
+    first: Int[Array, ""],
 ) -> Float[Array, "b g m q c"]:
-    """The last `q` of `s` slots over step-0 keys up to their own slot and over the later keys of their own slot."""
-    queries, slots = q.shape[3], keys.shape[2]
+    """`q` slots from `first` on over step-0 keys up to their own slot and over the later keys of their own slot."""
+    own_slots = first + jnp.arange(q.shape[3], dtype=jnp.int32)
     q = q * q.shape[-1] ** -0.5
     scores = jnp.einsum("bgmqc,bgsc->bgmqs", q, keys, preferred_element_type=jnp.float32)
-    visible = jnp.tril(jnp.ones((queries, slots), bool), slots - queries)
+    visible = jnp.arange(keys.shape[2], dtype=jnp.int32)[None] <= own_slots[:, None]
     scores = jnp.where(visible[None, None, None], scores, _MASKED)
     own_scores = [(q * key[:, :, None]).astype(jnp.float32).sum(-1, keepdims=True) for key in own_keys]
     maximum = scores.max(-1, keepdims=True)
@@ -80,7 +82,7 @@ def _attend(
     own_keys: list[Array],
     own_values: list[Array],
 ) -> Float[Array, "b t h c"]:
-    """Attention of one step, in blocks of queries that skip the keys after them and are recomputed backward."""
+    """Attention of one step, in spans of queries that skip the keys after them."""
     batch, slots, heads, width = q.shape
     groups = keys.shape[2]
     grouped = q.reshape(batch, slots, groups, heads // groups, width).transpose(0, 2, 3, 1, 4)
@@ -88,13 +90,41 @@ def _attend(
     empty = jnp.zeros((0, *keys.shape), keys.dtype)
     own_k = jnp.stack([k.transpose(0, 2, 1, 3) for k in own_keys]) if own_keys else empty
     own_v = jnp.stack([v.transpose(0, 2, 1, 3) for v in own_values]) if own_values else empty
-    block = max(_FEWEST_QUERIES, -(-slots // _MOST_BLOCKS))
+    span = -(-max(_QUERIES, -(-slots // _SPANS)) // _QUERIES) * _QUERIES
     outs = []
-    for start in range(0, slots, block):
-        end = min(start + block, slots)
-        inputs = (grouped[:, :, :, start:end], keys[:, :, :end], values[:, :, :end])
-        outs.append(jax.checkpoint(_attend_block)(*inputs, own_k[..., start:end, :], own_v[..., start:end, :]))
+    for start in range(0, slots, span):
+        end = min(start + span, slots)
+        own = (own_k[..., start:end, :], own_v[..., start:end, :])
+        outs.append(_attend_span(grouped[:, :, :, start:end], keys[:, :, :end], values[:, :, :end], *own, start))
     return jnp.concatenate(outs, axis=3).transpose(0, 3, 1, 2, 4).reshape(q.shape)
+
+
+def _attend_span(
+    q: Float[Array, "b g m q c"],
+    keys: Float[Array, "b g s c"],
+    values: Float[Array, "b g s c"],
+    own_keys: Float[Array, "e b g q c"],
+    own_values: Float[Array, "e b g q c"],
+    start: int,
+) -> Float[Array, "b g m q c"]:
+    """Blocks of `_QUERIES` slots one after another; their scores are computed again backward."""
+
+    def attend(block: tuple[Array, Array, Array, Array]) -> Array:
+        q, own_keys, own_values, first = block
+        return jax.checkpoint(_attend_block)(q, keys, values, own_keys, own_values, first)
+
+    queries = q.shape[3]
+    if queries <= _AT_ONCE:
+        return attend((q, own_keys, own_values, jnp.int32(start)))
+    count = -(-queries // _QUERIES)
+
+    def blocks(x: Array) -> Array:
+        padded = jnp.pad(x, [(0, 0)] * (x.ndim - 2) + [(0, count * _QUERIES - queries), (0, 0)])
+        return jnp.moveaxis(padded.reshape(*x.shape[:-2], count, _QUERIES, x.shape[-1]), -3, 0)
+
+    firsts = start + _QUERIES * jnp.arange(count, dtype=jnp.int32)
+    out = jnp.moveaxis(lax.map(attend, (blocks(q), blocks(own_keys), blocks(own_values), firsts)), 0, -3)
+    return out.reshape(*q.shape[:3], -1, q.shape[4])[:, :, :, :queries]
 
 
 def ttt_hidden(

@@ -7,7 +7,8 @@ in float32.
 
 Over a cache, and always in invariant numerics, keys come in blocks with a running
 softmax (Milakov and Gimelshein, arXiv 1805.02867), as many blocks as the longest
-row needs; a block of a cache is a page. Without a cache, plain numerics attend at once.
+row needs; a block of a cache is a page. Without a cache, plain numerics attend in blocks
+of queries.
 """
 
 import functools
@@ -19,8 +20,13 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
+from specrl_jax.models.linear import wide_dtype
 from specrl_jax.models.numerics import Numerics, opaque_int
 from specrl_jax.models.tree import Tree
+
+_AT_ONCE, _QUERIES, _SPANS = 512, 128, 4
+"""Of the training forward: queries of a row that attend at once; above that, queries whose scores exist at a time; and
+spans of them with keys of their own, the more the fewer scores are masked and the longer it compiles."""
 
 _MASKED = -1e30  # finite, so that a row of padding gives numbers and not NaN
 
@@ -64,10 +70,48 @@ def _at_once(
     v: Float[Array, "r g s c"],
     positions: Int[Array, "r q"],
 ) -> Float[Array, "r q h c"]:
+    """Attention without a cache; of long sequences the scores of a block of queries exist at a time, also backward.
+
+    Queries stand in order of their slots, so that a span of blocks reads the keys up to its own end alone.
+    """
+    queries = q.shape[1]
+    if queries <= _AT_ONCE:
+        return _attend_all(q, k, v, positions)
+    span = _round_up(-(-queries // _SPANS), _QUERIES)
+    q, positions = _pad_to(q, 1, _round_up(queries, _QUERIES)), _pad_to(positions, 1, _round_up(queries, _QUERIES), -1)
+    outs = []
+    for start in range(0, q.shape[1], span):
+        end = min(start + span, q.shape[1])
+        outs.append(_attend_span(q[:, start:end], k[:, :, :end], v[:, :, :end], positions[:, start:end]))
+    return jnp.concatenate(outs, axis=1)[:, :queries]
+
+
+def _attend_span(
+    q: Float[Array, "r q h c"],
+    k: Float[Array, "r g s c"],
+    v: Float[Array, "r g s c"],
+    positions: Int[Array, "r q"],
+) -> Float[Array, "r q h c"]:
+    """Blocks of `_QUERIES` one after another, recomputed backward."""
+
+    def blocks(x: Array) -> Array:
+        return jnp.moveaxis(x.reshape(x.shape[0], -1, _QUERIES, *x.shape[2:]), 1, 0)
+
+    attend = jax.checkpoint(lambda q, positions: _attend_all(q, k, v, positions))
+    out = jnp.moveaxis(lax.map(lambda x: attend(*x), (blocks(q), blocks(positions))), 0, 1)
+    return out.reshape(q.shape)
+
+
+def _attend_all(
+    q: Float[Array, "r q h c"],
+    k: Float[Array, "r g s c"],
+    v: Float[Array, "r g s c"],
+    positions: Int[Array, "r q"],
+) -> Float[Array, "r q h c"]:
     allowed = _causal(positions, jnp.arange(k.shape[2], dtype=jnp.int32))
-    scores = jnp.einsum("rgqc,rgsc->rgqs", _group(q, k.shape[1]), k, preferred_element_type=jnp.float32)
+    scores = jnp.einsum("rgqc,rgsc->rgqs", _group(q, k.shape[1]), k, preferred_element_type=wide_dtype(q))
     weights = jax.nn.softmax(_masked(scores * q.shape[-1] ** -0.5, allowed), axis=-1)
-    out = jnp.einsum("rgqs,rgsc->rgqc", weights.astype(v.dtype), v, preferred_element_type=jnp.float32)
+    out = jnp.einsum("rgqs,rgsc->rgqc", weights.astype(v.dtype), v, preferred_element_type=wide_dtype(q))
     return _ungroup(out, q.shape[1]).astype(q.dtype)
 
 

@@ -23,6 +23,11 @@ def linear(x: Float[Array, "n i"], kernel: Float[Array, "o i"], dtype: Any = Non
     return lax.optimization_barrier(jnp.einsum("oi,in->on", kernel, columns, preferred_element_type=dtype)).T
 
 
+def wide_dtype(x: Array) -> Any:
+    """What sums over `x` are accumulated in: float32, or float64 where `x` is."""
+    return jnp.float64 if x.dtype == jnp.float64 else jnp.float32
+
+
 def logits_of(x: Float[Array, "n i"], kernel: Float[Array, "o i"]) -> Float[Array, "n o"]:
     """`linear` in at least float32, as laws over a vocabulary need it."""
-    return linear(x, kernel, jnp.float64 if x.dtype == jnp.float64 else jnp.float32)
+    return linear(x, kernel, wide_dtype(x))

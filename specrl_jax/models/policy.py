@@ -25,7 +25,7 @@ from jaxtyping import Array, Float, Int
 from specrl_jax.models.attention import attention, paged_attention
 from specrl_jax.models.cache import KVCache, init_pool, locate, own_pages, pages_for, write_slots
 from specrl_jax.models.config import PolicyConfig
-from specrl_jax.models.linear import linear, logits_of
+from specrl_jax.models.linear import linear, logits_of, wide_dtype
 from specrl_jax.models.numerics import Numerics, map_tokens
 from specrl_jax.models.params import LayerParams, PolicyParams
 from specrl_jax.models.rope import apply_rope, rope_angles
@@ -89,7 +89,7 @@ class ForwardOutput:
 
 def rms_norm(x: Float[Array, "*n d"], weight: Float[Array, "d"], eps: float) -> Float[Array, "*n d"]:
     """Root-mean-square norm with float32 statistics (Zhang and Sennrich, arXiv 1910.07467)."""
-    wide = x.astype(jnp.float32)
+    wide = x.astype(wide_dtype(x))
     scale = jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
     return (wide * scale).astype(x.dtype) * jnp.expand_dims(weight, range(x.ndim - 1))
 

@@ -1,0 +1,60 @@
+"""Log-probs and entropy in chunks of tokens: the numbers of the whole, and never the law of all tokens at once."""
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jaxprs import array_sizes
+from tiny import INVARIANT, PLAIN, POLICY
+
+from specrl_jax.errors import InputError
+from specrl_jax.models.params import init_params
+from specrl_jax.rl.scoring import Scorer
+from specrl_jax.rollout.sampling import SamplingLaw
+from specrl_jax.rollout.trajectory import Sequences
+
+pytestmark = pytest.mark.ci
+
+WIDE = replace(POLICY, vocab_size=300)
+ROWS, WIDTH, CHUNK = 3, 14, 5
+
+
+def sequences(dtype):
+    keys = jax.random.split(jax.random.key(0), 2)
+    lengths = jnp.asarray([14, 9, 11], jnp.int32)
+    slot = jnp.arange(WIDTH, dtype=jnp.int32)[None]
+    tokens = jax.random.randint(keys[0], (ROWS, WIDTH), 0, WIDE.vocab_size, jnp.int32)
+    mask = (slot >= 3) & (slot < lengths[:, None])
+    return Sequences(tokens, lengths, mask, jnp.zeros((ROWS, WIDTH), dtype), jnp.full((ROWS, WIDTH), -5.5, dtype), None)
+
+
+@pytest.mark.parametrize("law", [SamplingLaw(0.7), SamplingLaw(top_p=0.9)], ids=["plain", "filtered"])
+@pytest.mark.parametrize("numerics", [PLAIN, INVARIANT], ids=["plain", "invariant"])
+def test_chunks_change_nothing(numerics, law):
+    with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):
+        params = jax.tree.map(lambda x: x.astype(jnp.float64), init_params(jax.random.key(1), WIDE))
+        given = sequences(jnp.float64)
+
+        def value(chunk):
+            scorer = Scorer(WIDE, law, numerics, chunk=chunk)
+
+            def loss(params):
+                scores = scorer.score(params, given)
+                weights = jnp.where(given.mask, jnp.cos(jnp.arange(given.tokens.size)).reshape(given.tokens.shape), 0.0)
+                return jnp.sum(weights * (scores.log_probs + 0.1 * scores.entropy)), scores
+
+            return jax.value_and_grad(loss, has_aux=True)
+
+        ours, whole = (jax.jit(value(chunk))(params) for chunk in (CHUNK, 1024))
+        jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-10, atol=1e-10), ours, whole)
+        sizes = [array_sizes(value(chunk), params) for chunk in (CHUNK, 1024)]
+    laws = ROWS * WIDTH * WIDE.vocab_size
+    assert max(sizes[1]) >= laws
+    assert max(sizes[0]) <= max(CHUNK * WIDE.vocab_size, max(x.size for x in jax.tree.leaves(params)))
+
+
+def test_a_chunk_is_at_least_a_token():
+    with pytest.raises(InputError, match="chunk of the training forward is 0; it must be at least 1 token"):
+        Scorer(WIDE, SamplingLaw(), PLAIN, chunk=0)

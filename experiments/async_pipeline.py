@@ -51,7 +51,8 @@ class Config(GrpoConfig):
         return {f"lag {lag}, {'drafts' if k else 'no drafts'}": (lag, k) for lag in self.lags for k in (False, True)}
 
 
-_TABLE = {"scan_steps": 1, "eval_every": 0, "loss": {"importance_cap": 2.0}, "compare": False}
+# One dispatch of timed pieces: nothing is saved to disk between the steps.
+_TABLE = {"scan_steps": 1000, "measured_every": 1, "eval_every": 0, "loss": {"importance_cap": 2.0}, "compare": False}
 CPU = {
     **_TABLE,
     "mesh": "data=2",

@@ -309,14 +309,7 @@ def run_arm(session: Session, label: str, folder: Path, draft_length: int, start
 
         run = GrpoRun(
             program=program,
-            config=RunConfig(
-                config.steps,
-                config.scan_steps,
-                config.eval_every,
-                config.most_skipped,
-                config.lag,
-                config.acceptance_floor,
-            ),
+            config=RunConfig(**{field.name: getattr(config, field.name) for field in dataclasses.fields(RunConfig)}),
             roller=session.roller(program),
             folder=folder,
             evaluate=evaluate,

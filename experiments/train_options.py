@@ -101,6 +101,8 @@ class Config:
     steps: int = 40
     scan_steps: int = 5
     """Steps per compiled dispatch (in-graph rewards)."""
+    measured_every: int = 10
+    """Dispatches of which one runs in pieces, each of them timed."""
     prompts: int = 32
     """Prompts per step."""
     samples: int = 16
@@ -149,7 +151,7 @@ class Config:
 
     def __post_init__(self) -> None:
         check_least("", self, steps=1, scan_steps=1, prompts=1, samples=2, max_prompt_tokens=1, data_limit=1)
-        check_least("", self, updates_per_rollout=1, epochs=1, history=1, most_skipped=1)
+        check_least("", self, updates_per_rollout=1, epochs=1, history=1, most_skipped=1, measured_every=1)
         check_least("", self, eval_problems=2, eval_every=0, sample_every=0, lag=0)
         if self.acceptance_floor and not 1.0 <= self.acceptance_floor < float("inf"):
             raise InputError(

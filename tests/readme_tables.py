@@ -329,6 +329,36 @@ def async_table() -> str:
     return markdown_table(rows)
 
 
+def mesh_table() -> str:
+    """Shares of a step on every mesh, from results/speed/mesh.json."""
+    rows = []
+    for row in _read(SPEED / "mesh.json")["rows"]:
+        shares = {
+            "gather of weights": row["gather_share"],
+            "collectives": row["collectives_share"],
+            "collectives in the rollout": row["rollout_collectives_share"],
+        }
+        rows.append({"mesh": row["mesh"]} | {name: f"{share:.3f}" for name, share in shares.items()})
+    return markdown_table(rows)
+
+
+def mesh_ties_table() -> str:
+    """Divergences of rollouts on meshes from one device's, from results/losslessness/mesh.json."""
+    rows = []
+    for row in _read(LOSSLESSNESS / "mesh.json")["rows"]:
+        rows.append(
+            {
+                "mesh": row["mesh"],
+                "numerics": row["numerics"],
+                "drafts": row["draft_length"],
+                "tokens compared": row["tokens"],
+                "divergences": row["divergences"],
+                "expected of rounding": row["expected"] if row["numerics"] == "plain" else None,
+            }
+        )
+    return markdown_table(rows)
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "demo": demo_table,
     "losslessness": losslessness_table,
@@ -346,6 +376,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "acceptance_by_depth": acceptance_by_depth_table,
     "online_adaptation": online_adaptation_table,
     "async": async_table,
+    "mesh": mesh_table,
+    "mesh_ties": mesh_ties_table,
 }
 
 

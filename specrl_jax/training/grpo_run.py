@@ -1,8 +1,7 @@
 """A GRPO run: dispatches of the compiled step, with metrics, checkpoints and held-out accuracy.
 
-With an in-graph reward, `scan_steps` steps are one dispatch of one compiled
-program. Every tenth dispatch instead runs the same pieces one by one and times
-them; both give the same bits. With a host reward every step runs in pieces.
+With an in-graph reward, `scan_steps` steps are one dispatch of one compiled program. Every so many dispatches the same
+pieces run one by one instead, timed; both give the same bits. With a host reward every step runs in pieces.
 """
 
 import contextlib
@@ -29,13 +28,12 @@ from specrl_jax.training.speculation import response_metrics
 from specrl_jax.training.termination import stop_if_asked, termination_saves
 from specrl_jax.training.trajectory_log import TrajectoryLog
 
-MEASURED_EVERY = 10
-"""Every so many dispatches the pieces run one by one, timed."""
-
 
 @dataclass(frozen=True)
 class RunConfig:
-    """steps: GRPO steps in all. scan_steps: steps per dispatch. eval_every: steps between evaluations, 0 for never.
+    """steps: GRPO steps in all. scan_steps: steps per dispatch. measured_every: dispatches of which one runs in pieces.
+
+    eval_every: steps between evaluations, 0 for never.
 
     most_skipped: updates in a row whose gradients were not finite, at which the run ends.
     lag: steps between the policy that writes a rollout and the one that learns from it (`training/pipeline.py`).
@@ -44,6 +42,7 @@ class RunConfig:
 
     steps: int
     scan_steps: int = 5
+    measured_every: int = 10
     eval_every: int = 0
     most_skipped: int = 10
     lag: int = 0
@@ -217,7 +216,7 @@ class GrpoRun:
         self, state: GrpoState, done: int, count: int, dispatch: int
     ) -> tuple[GrpoState, list[dict[str, Any]], Any, np.ndarray]:
         """Some steps: the state, a row per step, and trajectories and rewards on the host, steps first."""
-        if self.host_task is None and dispatch % MEASURED_EVERY:
+        if self.host_task is None and dispatch % self.config.measured_every:
             return self._scanned(state, count)
         if not self._compiled:
             self._piecewise(state, done, judge=False)  # compiles; its result is computed again, timed

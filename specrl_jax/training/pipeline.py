@@ -122,9 +122,9 @@ class Pipeline:
             self._ahead.append(_Ahead(step + i, counts, written))
             self._control = trajectory.control
         if step < self._steps:
-            control = self._control
-            done = self._roll_out(served, step)
-            rewards = self._learner.rewards(Clock(), _counts(served), done.problems, done.trajectory, judge=False)
+            control, own = self._control, self._at(served, 0)
+            done = self._roll_out(own, step)
+            rewards = self._learner.rewards(Clock(), _counts(own), done.problems, done.trajectory, judge=False)
             self._learner.learn(Clock(), state, done.trajectory, rewards)
             self._control = control
 

@@ -40,8 +40,8 @@ class Config(GrpoConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_least("", self, seeds=1)
-        if min(self.lags, default=-1) < 0 or len(set(self.lags)) < len(self.lags):
-            raise InputError(f"--lags is {self.lags}; choose different numbers from 0")
+        if 0 not in self.lags or min(self.lags) < 0 or len(set(self.lags)) < len(self.lags):
+            raise InputError(f"--lags is {self.lags}; choose different numbers from 0, and 0 among them")
         if self.lag or self.compare or self.speculation.draft_length == 0:
             raise InputError("--lag, --compare and runs without drafts are chosen by the table; leave them out")
 
@@ -115,7 +115,7 @@ def summed_up(config: Config, found: list[dict[str, Any]]) -> list[dict[str, Any
             for run in grouped(own, "seed").values()
         ]
         seeds = [seed for (seed,) in grouped(own, "seed")]
-        base = next(iter(config.arms))
+        base = next(arm for arm, what in config.arms.items() if what == (0, False))
         row: dict[str, Any] = {"lag": lag, "drafts": drafts}
         for label, values in (
             ("step_s", [seconds[name, seed] for seed in seeds]),

@@ -93,7 +93,7 @@ class MeshStep:
         served = clock("time_weight_sync_s", self.program.gather, self._state)
         prompts, problems = self._pieces.issue(clock, served, 0)
         trajectory = clock("time_rollout_s", self.program.rollout, served, prompts)
-        rewards = self._pieces.rewards(clock, served, problems, trajectory)
+        rewards = self._pieces.rewards(clock, served, problems, trajectory, None)
         self._state, _ = self._pieces.learn(clock, self._state, trajectory, rewards)
         return clock.seconds
 
@@ -104,7 +104,7 @@ class MeshStep:
 
 
 def traced_share(call: Any) -> float:
-    """Share of collectives in the busy time of the devices while `call` runs; of nested operations the outermost."""
+    """Share of collectives in the busy time of the devices while `call` runs; of nested operations the innermost."""
     with tempfile.TemporaryDirectory() as folder:
         with jax.profiler.trace(folder):
             jax.block_until_ready(call())

@@ -29,6 +29,8 @@ from specrl_jax.training.termination import Stopped
 
 ConfigT = TypeVar("ConfigT")
 
+# What the runtime says when it cannot reach another process.
+_LOST = ("UNAVAILABLE", "DEADLINE_EXCEEDED", "heartbeat", "Connection", "connection")
 # Seconds between two plain lines of progress where there is no terminal.
 _PLAIN_INTERVAL_S = 10.0
 
@@ -162,7 +164,7 @@ def run_main(main: Callable[[ConfigT], None], config: type[ConfigT], presets: Ma
         print("interrupted", file=sys.stderr)
         sys.exit(130)
     except jax.errors.JaxRuntimeError as error:
-        if jax.process_count() == 1:
+        if jax.process_count() == 1 or not any(sign in str(error) for sign in _LOST):
             raise
         reason = " ".join(str(error).split())[:200]
         print(

@@ -382,7 +382,9 @@ def main(config: Config) -> None:
     start = time.perf_counter()
     session, params, draft = open_session(config)
     config = session.config
-    out = open_output(config.run, config, SCRIPT, may_change=("mesh", "rollout_mesh"))
+    # The controller's costs are those of the rows that a device has.
+    movable = () if config.speculation.adaptive else ("mesh", "rollout_mesh")
+    out = open_output(config.run, config, SCRIPT, may_change=movable)
     model_key, draft_key = jax.random.split(jax.random.key(config.run.seed))
     if params is None:
         params = warm_up(session, init_params(model_key, session.policy), out)

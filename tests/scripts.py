@@ -15,6 +15,7 @@ from experiments import (
     acceptance_by_task,
     async_pipeline,
     bench_cache,
+    bench_mesh,
     bench_peers,
     bench_rollout,
     bench_round_cost,
@@ -180,4 +181,5 @@ SCRIPTS = {
     "bench_peers": bench_peers,
     "bench_step": bench_step,
     "bench_cache": bench_cache,
+    "bench_mesh": bench_mesh,
 }

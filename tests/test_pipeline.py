@@ -1,11 +1,13 @@
 """Rollouts that run ahead of the policy: the same bits on any devices, cut anywhere, and by hand."""
 
 import functools
+import time
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import test_grpo
 from test_grpo import EvenSum
 from tiny import PLAIN, POLICY, VOCAB, random_eagle3, tiny_params
 
@@ -21,6 +23,7 @@ from specrl_jax.rl.program import GrpoProgram
 from specrl_jax.rl.scoring import Scorer
 from specrl_jax.rl.tasks import for_every_sample
 from specrl_jax.rollout.config import RolloutConfig
+from specrl_jax.rollout.control import Body, initial_control
 from specrl_jax.rollout.engine import RolloutEngine
 from specrl_jax.rollout.sampling import SamplingLaw
 from specrl_jax.training.checkpoints import latest_step
@@ -157,7 +160,7 @@ def test_a_rollout_that_fails_says_so_and_leaves_a_checkpoint(tmp_path):
     broken = GrpoRun(
         own, RunConfig(STEPS, scan_steps=1, lag=1), tmp_path / "run", lambda state: {}, lambda *_: None, Broken()
     )
-    with pytest.raises(RolloutFailedError, match=r"rollout of step 4 failed \(OSError\).*--resume"):
+    with pytest.raises(RolloutFailedError, match=r"rollout of step 4 failed \(OSError: the disk is gone\).*--resume"):
         broken.run(first_state())
     assert latest_step(grpo_checkpoints(tmp_path / "run")) == 2
     same(run(tmp_path / "run", 1, host=True), run(tmp_path / "whole", 1, host=True))
@@ -166,3 +169,36 @@ def test_a_rollout_that_fails_says_so_and_leaves_a_checkpoint(tmp_path):
 def test_old_responses_must_be_corrected_for(tmp_path):
     with pytest.raises(InputError, match="lag is 1 but loss importance_cap is 0\\.0"):
         run(tmp_path / "run", 1, cap=0.0)
+
+
+def test_the_controller_goes_along(tmp_path):
+    """Adaptive draft lengths, apart and in turn: what the controller learns passes from rollout to rollout."""
+    rows = test_grpo.GROUPS * test_grpo.SAMPLES
+    bodies = (Body(rows, rows), Body(rows, 3 * rows))
+    adaptive = test_grpo.make_program(3, updates=1, bodies=bodies, loss=test_grpo.CORRECTED)
+    state = test_grpo.first_state(adaptive, control=initial_control(np.array([1.0, 1.5])))
+    found = []
+    for name, roller in (("turns", None), ("apart", adaptive.on(make_mesh(MeshConfig(1), taken=1)))):
+        (tmp_path / name).mkdir()
+        config = RunConfig(3, scan_steps=3, lag=1)
+        run = GrpoRun(adaptive, config, tmp_path / name, lambda state: {}, lambda *_: None, roller=roller)
+        found.append(run.run(state))
+    same(*found)
+    assert float(found[0].state.control.accepted.sum()) > 0
+
+
+def test_what_waits_for_a_rollout_is_counted(tmp_path):
+    """A rollout whose prompts take a second is exposed at the first step, where nothing hides it."""
+
+    class Slow(OnHost):
+        def issue(self, step):
+            if step == 1:
+                time.sleep(1.0)
+            return super().issue(step)
+
+    (tmp_path / "run").mkdir()
+    config = RunConfig(2, scan_steps=1, lag=1)
+    GrpoRun(program(host=True), config, tmp_path / "run", lambda state: {}, lambda *_: None, Slow()).run(first_state())
+    first, second = read_metrics(tmp_path / "run")
+    assert first["time_exposed_rollout_s"] + second["time_exposed_rollout_s"] > 0.5
+    assert first["time_step_s"] > first["time_exposed_rollout_s"]

@@ -84,6 +84,26 @@ def test_async_pipeline_has_a_row_per_lag_with_and_without_drafts(monkeypatch, t
         assert rows[2][field] == rows[3][field]
 
 
+@full
+def test_a_mesh_has_its_shares(monkeypatch, tmp_path):
+    rows = rows_of(monkeypatch, "bench_mesh", tmp_path / "out")
+    assert [row["mesh"] for row in rows] == ["data=2,fsdp=1,tensor=1", "data=1,fsdp=1,tensor=2"]
+    assert all(0.0 <= row[name] <= 1.0 for row in rows for name in ("gather_share", "collectives_share"))
+    # Every layer of every token has collectives where heads are split, and a whole rollout four where rows are.
+    assert rows[1]["rollout_collectives_share"] > 5 * rows[0]["rollout_collectives_share"]
+
+
+@full
+def test_meshes_draw_the_same_tokens(monkeypatch, tmp_path, models):
+    given = ("--policy", models / "policy", "--drafter", models / "drafter", "--task", "arithmetic", "--parts", "mesh")
+    rows = rows_of(monkeypatch, "losslessness", tmp_path / "out", *given)
+    assert [(row["mesh"], row["draft_length"]) for row in rows] == [
+        (mesh, k) for mesh in ("data=2,fsdp=1,tensor=1", "data=1,fsdp=1,tensor=2") for k in (0, 2)
+    ]
+    assert all(row["divergences"] <= 1 and row["tokens"] > 100 for row in rows)
+    assert all(row["divergences"] == 0 for row in rows[:2])
+
+
 @ci
 @pytest.mark.parametrize(
     ("script", "argv", "sentence"),
@@ -99,7 +119,7 @@ def test_async_pipeline_has_a_row_per_lag_with_and_without_drafts(monkeypatch, t
         ("online_adaptation", ("--averages", 1.5), "--averages is (1.5,); choose shares between 0 and 1"),
         ("online_adaptation", ("--draft-length", 0), "are chosen by the table"),
         ("async_pipeline", ("--lag", 1), "--lag, --compare and runs without drafts are chosen by the table"),
-        ("async_pipeline", ("--lags", 0, 0), "--lags is (0, 0); choose different numbers from 0"),
+        ("async_pipeline", ("--lags", 0, 0), "--lags is (0, 0); choose different numbers from 0, and 0 among them"),
         ("async_pipeline", ("--loss.importance-cap", 0), "--lag 1 learns from responses of older policies"),
         ("async_pipeline", ("--mesh", "auto"), "--rollout-mesh data=1 needs the rest of the devices as --mesh"),
         ("online_adaptation", ("--drafter", "some"), "--drafter was made for a policy; give that --policy too"),

@@ -22,6 +22,7 @@ from orbax.checkpoint.checkpoint_managers import AnyPreservationPolicy, BestN, L
 
 from specrl_jax.errors import InputError
 from specrl_jax.parallel.hosts import any_of
+from specrl_jax.training.termination import Stopped
 
 _STATE = "state"
 _META = "meta"
@@ -52,7 +53,12 @@ class CheckpointWriter:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._manager.close()  # waits for what is being written
+        try:
+            self._manager.close()  # waits for what is being written
+        except Exception as unsaved:
+            if error is None or isinstance(error, Stopped):
+                raise
+            error.add_note(f"and the last checkpoint could not be written: {unsaved}")
 
     def save(self, step: int, state: Any, meta: Mapping[str, Any], score: float | None = None) -> None:
         """Save `state` and `meta` as the checkpoint of `step`.
@@ -80,7 +86,7 @@ class CheckpointWriter:
 def check_room(folder: Path, state: Any, keep: int = 2) -> None:
     """Raise InputError where the disk has no room for the checkpoints of a run: `keep`, and one that is written.
 
-    The best one is one more where scores tell it from the last ones.
+    The best one is one more in `keep` where there are scores.
     """
     there_already = sum(path.name.isdigit() for path in folder.iterdir()) if folder.is_dir() else 0
     needed = max(1, keep + 1 - there_already) * sum(leaf.nbytes for leaf in jax.tree.leaves(state))

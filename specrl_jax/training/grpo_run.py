@@ -118,7 +118,7 @@ class GrpoRun:
             (state, pending), meta = restore_checkpoint(folder, like)
             dispatches, size, self._drafting = meta["dispatches"], meta["trajectory_bytes"], meta["drafting"]
         if done < self.config.steps:
-            check_room(folder, state)
+            check_room(folder, state, keep=3 if self.config.eval_every else 2)  # the best besides
         last = None
         with (
             termination_saves(),
@@ -143,7 +143,8 @@ class GrpoRun:
                 else:
                     state, rows, trajectories, rewards = _one_by_one(pipeline.step, state, done, count)
                 done, dispatches = done + count, dispatches + 1
-                pending = () if pipeline is None else pipeline.pending()  # an evaluation finds the devices idle
+                if pipeline is not None:
+                    pending = self._waited_for(pipeline, rows[-1])
                 if self.config.eval_every and (done % self.config.eval_every == 0 or done == self.config.steps):
                     rows[-1] |= self.evaluate(state)
                 for i, row in enumerate(rows):
@@ -161,11 +162,30 @@ class GrpoRun:
                 stop_if_asked()
         return RunReport(state, log.close(), last)
 
+    def _waited_for(self, pipeline: Pipeline, row: dict[str, Any]) -> tuple[Trajectory, ...]:
+        """What is pending at the end of a dispatch, so that an evaluation finds the devices idle.
+
+        The wait is the last step's.
+        """
+        start = time.perf_counter()
+        pending = pipeline.pending()
+        for name in ("time_exposed_rollout_s", "time_step_s"):
+            row[name] += time.perf_counter() - start
+        return pending
+
     def _pipeline(self) -> Pipeline | None:
         """Rollouts ahead of the policy, or on devices of their own; None for a run without either."""
         config = self.config
         if not config.lag and self.roller is None:
             return None
+        if config.lag < 0:
+            raise InputError(f"lag is {config.lag}; it must be at least 0")
+        if self.roller is not None:
+            both = set(self.program.mesh.devices.flat) & set(self.roller.mesh.devices.flat)
+            if both and self.roller.mesh != self.program.mesh:
+                raise InputError(
+                    f"the meshes of rollouts and training share {len(both)} devices; give them none or all"
+                )
         cap = self.program.step.update_config.loss.importance_cap
         if config.lag and not cap:
             raise InputError(
@@ -246,7 +266,9 @@ class GrpoRun:
         served = clock("time_weight_sync_s", program.gather, state)
         prompts, problems = pieces.issue(clock, served, step)
         trajectory = clock("time_rollout_s", program.rollout, served, prompts)
-        rewards = pieces.rewards(clock, served, problems, trajectory, judge=judge)
+        none = np.zeros(trajectory.lengths.shape, np.float32) if self.host_task is not None else None
+        judged = pieces.judge(clock, problems, trajectory) if judge else none
+        rewards = pieces.rewards(clock, served, problems, trajectory, judged)
         state, row = pieces.learn(clock, state, trajectory, rewards)
         times = clock.seconds | {"time_step_s": sum(clock.seconds.values())}
         # Prefill is part of the rollout; alone it is timed beside the step.

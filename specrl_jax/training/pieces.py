@@ -27,7 +27,7 @@ class HostTask(Protocol):
 
 
 class Clock:
-    """Seconds of calls by name, each with its result waited for."""
+    """Seconds of calls by name, added up, each with its result waited for."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
@@ -36,8 +36,12 @@ class Clock:
         """`fn(*args)`, its seconds kept as `name`."""
         start = time.perf_counter()
         result = jax.block_until_ready(fn(*args))
-        self.seconds[name] = time.perf_counter() - start
+        self.add(name, start)
         return result
+
+    def add(self, name: str, start: float) -> None:
+        """Count the time since `start` as `name`."""
+        self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,22 +57,20 @@ class StepPieces:
             return clock("time_data_s", self.program.issue, served)
         return clock("time_data_s", self.host_task.issue, step)
 
-    def rewards(
-        self, clock: Clock, served: RolloutState, problems: Any, trajectory: Trajectory, *, judge: bool = True
-    ) -> Any:
-        """Rewards as they are handed out; without `judge` no host reward is asked for."""
+    def judge(self, clock: Clock, problems: Any, trajectory: Trajectory) -> np.ndarray | None:
+        """What the host task says of the responses, without a device; None where the task is in the graph."""
         if self.host_task is None:
-            return clock("time_reward_s", self.program.reward, served, problems, trajectory)
-        return clock("time_reward_s", self._host_reward, self.host_task, served, problems, trajectory, judge)
+            return None
+        return np.asarray(clock("time_reward_s", self.host_task.rewards, problems, to_host(trajectory)), np.float32)
 
-    def _host_reward(
-        self, task: HostTask, served: RolloutState, problems: Any, trajectory: Trajectory, judge: bool
-    ) -> jax.Array:
-        rewards: Any = np.zeros(trajectory.lengths.shape, np.float32)
-        if judge:
-            # A judge may have a clock: what it says to the first process counts for all.
-            rewards = of_first(np.asarray(task.rewards(problems, to_host(trajectory)), np.float32))
-        return self.program.hand_out(served, trajectory, rewards)
+    def rewards(
+        self, clock: Clock, served: RolloutState, problems: Any, trajectory: Trajectory, judged: np.ndarray | None
+    ) -> Any:
+        """Rewards as they are handed out."""
+        if judged is None:
+            return clock("time_reward_s", self.program.reward, served, problems, trajectory)
+        # A judge may have a clock: what it says to the first process counts for all.
+        return clock("time_reward_s", self.program.hand_out, served, trajectory, of_first(judged))
 
     def learn(
         self, clock: Clock, state: GrpoState, trajectory: Trajectory, rewards: Any

@@ -13,10 +13,9 @@ import contextlib
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from functools import partial
 from types import TracebackType
 from typing import Any
 
@@ -24,6 +23,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from specrl_jax.errors import InputError
 from specrl_jax.parallel.hosts import to_host
 from specrl_jax.rl.grpo import GrpoState, RolloutState
 from specrl_jax.rl.program import GrpoProgram
@@ -94,7 +94,7 @@ class Pipeline:
 
     def pending(self) -> tuple[Trajectory, ...]:
         """Rollouts that nothing was learned from yet, part of a checkpoint. Those under way are waited for."""
-        return tuple(_result(ahead).trajectory for ahead in self._ahead)
+        return tuple(ahead.written.result().trajectory for ahead in self._ahead)
 
     def pending_like(self, state: GrpoState, step: int) -> tuple[Trajectory, ...]:
         """What `pending` is after `step` steps, with nothing in it."""
@@ -112,7 +112,7 @@ class Pipeline:
 
         Their results are thrown away: the steps' times are their own.
         """
-        self._control = state.control
+        self._control = to_host(state.control)
         served = self._serve(state, Clock())
         for i, trajectory in enumerate(pending):
             counts = _counts(self._at(served, i))
@@ -124,7 +124,8 @@ class Pipeline:
         if step < self._steps:
             control, own = self._control, self._at(served, 0)
             done = self._roll_out(own, step)
-            rewards = self._learner.rewards(Clock(), _counts(own), done.problems, done.trajectory, judge=False)
+            none = None if self._in_graph else np.zeros(done.trajectory.lengths.shape, np.float32)
+            rewards = self._learner.rewards(Clock(), _counts(own), done.problems, done.trajectory, none)
             self._learner.learn(Clock(), state, done.trajectory, rewards)
             self._control = control
 
@@ -133,13 +134,10 @@ class Pipeline:
         start, clock = time.perf_counter(), Clock()
         self._launch(state, step, clock)
         ahead = self._ahead.popleft()
-        done: _Written = clock("time_exposed_rollout_s", _result, ahead)
-        judge = partial(self._learner.rewards, clock, ahead.counts, done.problems, done.trajectory)
-        rewards = None if self._in_graph else judge()
-        waited = time.perf_counter()
-        with self._turn:
-            clock.seconds["time_exposed_rollout_s"] += time.perf_counter() - waited
-            rewards = judge() if rewards is None else rewards
+        done: _Written = clock("time_exposed_rollout_s", ahead.written.result)
+        judged = self._learner.judge(clock, done.problems, done.trajectory)
+        with self._my_turn(clock):
+            rewards = self._learner.rewards(clock, ahead.counts, done.problems, done.trajectory, judged)
             state, row = self._learner.learn(clock, state, done.trajectory, rewards)
         whole, version = time.perf_counter() - start, int(np.asarray(done.trajectory.version).min())
         row |= clock.seconds | done.seconds
@@ -149,7 +147,7 @@ class Pipeline:
             "policy_lag": step - version // self._updates,
             "exposed_rollout_share": clock.seconds["time_exposed_rollout_s"] / whole,
         }
-        if done.seconds:
+        if "time_rollout_s" in done.seconds:
             row["tokens_per_second"] = int(done.trajectory.lengths.sum()) / done.seconds["time_rollout_s"]
         return state, row, done.trajectory, to_host(rewards)
 
@@ -159,18 +157,37 @@ class Pipeline:
         last = min(step + self._lag, self._steps - 1)
         if first > last:
             return
-        with self._turn:
+        with self._my_turn(clock):
             served = self._serve(state, clock)
         for to_come in range(first, last + 1):
             own = self._at(served, to_come - step)
-            self._ahead.append(_Ahead(to_come, _counts(own), self._submit(own, to_come)))
+            self._ahead.append(_Ahead(to_come, _counts(own), self._submit(own, to_come, clock)))
 
-    def _submit(self, served: RolloutState, step: int) -> "Future[_Written]":
+    @contextlib.contextmanager
+    def _my_turn(self, clock: Clock) -> Iterator[None]:
+        """The devices, after the rollout that may have them; the wait is exposed rollout."""
+        waited = time.perf_counter()
+        with self._turn:
+            clock.add("time_exposed_rollout_s", waited)
+            yield
+
+    def _submit(self, served: RolloutState, step: int, clock: Clock) -> "Future[_Written]":
         if self._worker is not None:
-            return self._worker.submit(self._roll_out, served, step)
+            return self._worker.submit(self._checked, served, step)
         written: Future[_Written] = Future()
-        written.set_result(self._roll_out(served, step))
+        written.set_result(clock("time_exposed_rollout_s", self._checked, served, step))
         return written
+
+    def _checked(self, served: RolloutState, step: int) -> _Written:
+        try:
+            return self._roll_out(served, step)
+        except InputError:
+            raise
+        except Exception as error:
+            raise RolloutFailedError(
+                f"the rollout of step {step + 1} failed ({type(error).__name__}: {error}); mend the cause, and go on "
+                "from the last checkpoint, where there is one, with --resume"
+            ) from error
 
     def _roll_out(self, served: RolloutState, step: int) -> _Written:
         clock = Clock()
@@ -202,13 +219,3 @@ class Pipeline:
 def _counts(served: RolloutState) -> RolloutState:
     """What prompts and rewards read; the weights may go."""
     return to_host(replace(served, params=None, draft=None, control=None))  # type: ignore[arg-type]
-
-
-def _result(ahead: _Ahead) -> _Written:
-    try:
-        return ahead.written.result()
-    except Exception as error:
-        raise RolloutFailedError(
-            f"the rollout of step {ahead.step + 1} failed ({type(error).__name__}); what was learned up to the last "
-            "checkpoint is kept: mend the cause and go on with --resume"
-        ) from error

@@ -65,7 +65,15 @@ CPU = {
     "numerics": "plain",
 }
 GPU = {**_TABLE, "mesh": "data=8", "learner_mesh": "data=2", "rollout_mesh": "data=6", "steps": 40, "prompts": 48}
-SMOKE = {**train_options.PRESETS["smoke"], **_TABLE, "mesh": "data=2", "rollout_mesh": "data=1", "seeds": 1}
+_SMALL = train_options.PRESETS["smoke"]
+SMOKE = {
+    **_SMALL,
+    **_TABLE,
+    "mesh": "data=2",
+    "rollout_mesh": "data=1",
+    "seeds": 1,
+    "draft": {**_SMALL["draft"], "microbatch": {"rows": 2, "widths": (1.0,)}},
+}
 PRESETS: dict[str, Mapping[str, Any]] = {"cpu": CPU, "gpu": GPU, "smoke": {**SMOKE, "lags": (0, 1), "steps": 3}}
 
 

@@ -59,7 +59,8 @@ PRESETS: dict[str, Mapping[str, Any]] = {
         "samples": 4,
         "updates_per_rollout": 1,
         "microbatch": {"rows": 4, "widths": (1.0,)},
-        "draft": {"microbatch": {"rows": 2, "widths": (1.0,)}},
+        "warmup": {"batch": 32},  # checked, not run
+        "draft": {"batch": 32, "microbatch": {"rows": 2, "widths": (1.0,)}},
         "max_new_tokens": 64,
         "numerics": "plain",
     },

@@ -76,7 +76,7 @@ def run(folder, lag=0, *, apart=False, host=False, on_step=lambda *_: None, cap=
     own = program(cap, host)
     return GrpoRun(
         own,
-        RunConfig(STEPS, scan_steps=1, lag=lag),
+        RunConfig(STEPS, scan_steps=1, lag=lag, measured_every=1),
         folder,
         evaluate=lambda state: {},
         on_step=on_step,

@@ -20,6 +20,7 @@ from experiments.common import check_least, run_main
 from experiments.outputs import check_output, markdown_table, open_output, provenance, write_results
 from experiments.seeds import grouped, mean_over_seeds, over_seeds
 from experiments.train_options import Config as GrpoConfig
+from experiments.train_options import grpo_arm
 from specrl_jax.errors import InputError
 from specrl_jax.training.metrics import read_metrics, write_json
 
@@ -79,14 +80,12 @@ PRESETS: dict[str, Mapping[str, Any]] = {"cpu": CPU, "gpu": GPU, "smoke": {**SMO
 
 def run_of(config: Config, seed: int, folder: Path, lag: int, drafts: bool, **given: Any) -> GrpoConfig:
     """One GRPO run."""
-    own = {name: getattr(config, name) for name in GrpoConfig.__dataclass_fields__}
-    own["run"] = replace(config.run, seed=seed, out=folder, resume=(folder / "config.json").is_file(), overwrite=False)
-    own |= {"lag": lag, "rollout_mesh": config.rollout_mesh if lag else None} | given
+    changes = {"lag": lag, "rollout_mesh": config.rollout_mesh if lag else None} | given
     if lag and config.rollout_mesh is not None:
-        own["mesh"] = config.learner_mesh
+        changes["mesh"] = config.learner_mesh
     if not drafts:
-        own |= {"speculation": replace(config.speculation, draft_length=0), "drafter": None}
-    return GrpoConfig(**own)
+        changes |= {"speculation": replace(config.speculation, draft_length=0), "drafter": None}
+    return grpo_arm(config, seed, folder, **changes)
 
 
 def measure(config: Config, seed: int, out: Path) -> list[dict[str, Any]]:
@@ -145,8 +144,7 @@ def summed_up(config: Config, found: list[dict[str, Any]]) -> list[dict[str, Any
 def main(config: Config) -> None:
     """Run every arm of every seed, write and print."""
     config.check()
-    inputs = {name: getattr(config, name) for name in ("policy", "drafter", "data", "eval_data")}
-    check_output(config.run, SCRIPT, **inputs)
+    check_output(config.run, SCRIPT, **config.inputs)
     for lag, drafts in config.arms.values():  # refuses what cannot be run
         train_grpo.open_session(run_of(config, config.run.seed, config.run.out / "none", lag, drafts))
     out = open_output(config.run, config, SCRIPT)

@@ -21,6 +21,7 @@ from experiments import train_grpo, train_options
 from experiments.common import check_least, progress, run_main
 from experiments.outputs import check_output, markdown_table, open_output, provenance, write_results
 from experiments.train_options import Config as GrpoConfig
+from experiments.train_options import grpo_run
 from specrl_jax.drafters.heads import init_head
 from specrl_jax.errors import InputError
 from specrl_jax.models.params import init_params
@@ -45,10 +46,6 @@ class Config(GrpoConfig):
         check_least("", self, repeats=1)
         if not self.meshes:
             raise InputError("--meshes must name at least one")
-
-    def on(self, mesh: str) -> GrpoConfig:
-        """The GRPO run on a mesh."""
-        return GrpoConfig(**{name: getattr(self, name) for name in GrpoConfig.__dataclass_fields__} | {"mesh": mesh})
 
 
 PRESETS: dict[str, Mapping[str, Any]] = {
@@ -135,7 +132,7 @@ def main(config: Config) -> None:
     check_output(config.run, SCRIPT)
     if config.policy or config.drafter or config.task != "arithmetic":
         raise InputError("bench_mesh makes its own policy, head and prompts; leave --policy, --drafter and --task out")
-    steps = {mesh: MeshStep(config.on(mesh)) for mesh in config.meshes}
+    steps = {mesh: MeshStep(grpo_run(config, mesh=mesh)) for mesh in config.meshes}
     out = open_output(config.run, config, SCRIPT)
     seconds: dict[str, list[dict[str, float]]] = {mesh: [] for mesh in steps}
     with progress("mesh", config.repeats + 1) as advance:

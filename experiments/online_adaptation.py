@@ -22,7 +22,7 @@ from experiments.common import check_least, run_main
 from experiments.outputs import check_output, markdown_table, open_output, provenance, write_results
 from experiments.seeds import grouped, mean_over_seeds, over_seeds
 from experiments.train_options import Config as GrpoConfig
-from experiments.train_options import DraftHead
+from experiments.train_options import DraftHead, grpo_arm
 from specrl_jax.errors import InputError
 from specrl_jax.training.acceptance_plots import draw_adaptation
 from specrl_jax.training.metrics import read_metrics, write_json
@@ -80,9 +80,8 @@ PRESETS: dict[str, Mapping[str, Any]] = {
 
 def run_of(config: Config, seed: int, folder: Path, **changes: Any) -> GrpoConfig:
     """One GRPO run."""
-    own = {name: getattr(config, name) for name in GrpoConfig.__dataclass_fields__}
-    own["run"] = replace(config.run, seed=seed, out=folder, resume=(folder / "config.json").is_file(), overwrite=False)
-    return GrpoConfig(**(own | {"loss": replace(config.loss, kl_coef=config.loss.kl_coef or _WATCHED)} | changes))
+    loss = replace(config.loss, kl_coef=config.loss.kl_coef or _WATCHED)
+    return grpo_arm(config, seed, folder, **({"loss": loss} | changes))
 
 
 def measure(config: Config, seed: int, out: Path) -> list[dict[str, Any]]:
@@ -129,8 +128,7 @@ def summed_up(config: Config, found: list[dict[str, Any]]) -> list[dict[str, Any
 def main(config: Config) -> None:
     """Run every arm of every seed, write and print."""
     config.check()
-    inputs = {name: getattr(config, name) for name in ("policy", "drafter", "data", "eval_data")}
-    check_output(config.run, SCRIPT, **inputs)
+    check_output(config.run, SCRIPT, **config.inputs)
     train_grpo.open_session(run_of(config, config.run.seed, config.run.out / "none"))  # refuses what cannot be run
     out = open_output(config.run, config, SCRIPT)
     found = over_seeds(

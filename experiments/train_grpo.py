@@ -343,8 +343,7 @@ def write_sample(path: Path, session: Session, step: int, trajectory: Trajectory
 def open_session(config: Config) -> tuple[Session, PolicyParams | None, DraftModelParams | None]:
     """Check and load everything a run needs; nothing is compiled and nothing written."""
     config.check()
-    inputs = {name: getattr(config, name) for name in ("policy", "drafter", "data", "eval_data")}
-    check_output(config.run, SCRIPT, **inputs)
+    check_output(config.run, SCRIPT, **config.inputs)
     axes = resolve_mesh(config.mesh, config.fits)
     numerics = default_numerics(config.numerics, config.dtype)
     # What was chosen automatically is part of the run: a resumed one must choose the same.

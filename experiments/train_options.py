@@ -1,7 +1,8 @@
 """Options of `train_grpo`: the configuration, its presets, and what can be refused without loading anything."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, Literal
 
 from experiments.common import Run, RunOptions, check_least
@@ -194,6 +195,11 @@ class Config:
         check_reporters(tensorboard=self.tensorboard, wandb=self.wandb)
 
     @property
+    def inputs(self) -> dict[str, str | None]:
+        """Folders and files that the run reads, by name of the option."""
+        return {"policy": self.policy, "drafter": self.drafter, "data": self.data, "eval_data": self.eval_data}
+
+    @property
     def trains_head(self) -> bool:
         """Whether a draft head drafts."""
         return self.speculation.draft_length != 0 and self.speculation.with_head
@@ -210,6 +216,17 @@ class Config:
             kept = batches[0][0] // (devices * self.microbatch.rows) * self.draft.online_sequences
             batches.append((kept, self.draft.microbatch.rows))
         return self.prompts % parts == 0 and all(count % divisor == 0 for count, divisor in batches)
+
+
+def grpo_run(table: Config, **changes: Any) -> Config:
+    """The GRPO run in the options of a table that adds its own, with changes."""
+    return Config(**{name: getattr(table, name) for name in Config.__dataclass_fields__} | changes)
+
+
+def grpo_arm(table: Config, seed: int, folder: Path, **changes: Any) -> Config:
+    """`grpo_run` in a folder of its own, where it goes on if it was begun."""
+    resume = (folder / "config.json").is_file()
+    return grpo_run(table, run=replace(table.run, seed=seed, out=folder, resume=resume, overwrite=False), **changes)
 
 
 SMOKE = {

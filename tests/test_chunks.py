@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jaxprs import array_sizes
+from jaxprs import array_sizes, equations
 from tiny import INVARIANT, PLAIN, POLICY
 
 from specrl_jax.errors import InputError
@@ -53,6 +53,20 @@ def test_chunks_change_nothing(numerics, law):
     laws = ROWS * WIDTH * WIDE.vocab_size
     assert max(sizes[1]) >= laws
     assert max(sizes[0]) <= max(CHUNK * WIDE.vocab_size, max(x.size for x in jax.tree.leaves(params)))
+
+
+def test_remat_computes_every_layer_again():
+    given, params = sequences(jnp.float32), init_params(jax.random.key(1), WIDE)
+
+    def recomputed(remat):
+        scorer = Scorer(WIDE, SamplingLaw(), PLAIN, remat)
+        gradient = jax.grad(lambda params: scorer.score(params, given).log_probs.sum())
+        return sum(
+            equation.primitive.name in ("remat", "remat2", "checkpoint") for equation in equations(gradient, params)
+        )
+
+    assert recomputed(False) == 0
+    assert recomputed(True) == WIDE.num_layers
 
 
 def test_a_chunk_is_at_least_a_token():

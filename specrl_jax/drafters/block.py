@@ -17,7 +17,7 @@ from jaxtyping import Array, Float, Int
 from specrl_jax.drafters.block_params import BlockConfig, BlockParams, BlockWeights
 from specrl_jax.drafters.protocol import Choice, Choose, Texts, choose_next, propose_tree
 from specrl_jax.drafters.row_cache import Cached, attend, empty_cache, heads_first, run_layers, write
-from specrl_jax.models.linear import linear
+from specrl_jax.models.linear import linear, logits_of
 from specrl_jax.models.policy import project_qkv, rms_norm
 from specrl_jax.models.tree import Tree
 
@@ -147,7 +147,7 @@ class BlockDrafter:
         if params.lm_head is None:
             raise ValueError("the block drafter has no output rows; give it the policy's (`heads.for_policy`)")
         hidden = draft_hidden(self.config, params.weights, embed, state)[:, :depth]
-        logits = linear(hidden.reshape(-1, hidden.shape[2]), params.lm_head, jnp.float32)
+        logits = logits_of(hidden.reshape(-1, hidden.shape[2]), params.lm_head)
         return Block(hidden, logits.reshape(*hidden.shape[:2], -1))
 
     def _sure(

@@ -25,7 +25,7 @@ from specrl_jax.drafters.draft_losses import (
     top_in_draft_vocab,
     weighted,
 )
-from specrl_jax.models.linear import linear
+from specrl_jax.models.linear import logits_of
 from specrl_jax.models.policy import mix_and_mlp, project_qkv, rms_norm
 
 _MASKED = -1e30
@@ -164,15 +164,15 @@ def block_loss(
     assert params.lm_head is not None
     kernel = lax.stop_gradient(params.lm_head)
 
-    def logits_of(own: tuple[BlockWeights, Array], hidden: Array, before: Array) -> Array:
-        return corrected(config, own[0], linear(hidden, own[1], jnp.float32)[:, None], before[:, None])[:, 0]
+    def drafts_of(own: tuple[BlockWeights, Array], hidden: Array, before: Array) -> Array:
+        return corrected(config, own[0], logits_of(hidden, own[1])[:, None], before[:, None])[:, 0]
 
     judged, unsure = [], jnp.float32(0.0)
     for depth in range(config.drafts):
         own, before = hidden[:, :, depth], _at(batch.tokens, anchors + depth)
         drafts = (own.reshape(-1, own.shape[2]), before.reshape(-1))
         there = jax.tree.map(lambda x, depth=depth: _at(x, anchors + depth), law)
-        judged.append(judge_all(loss_config, logits_of, (weights, kernel), drafts, there, rows, target_ids))
+        judged.append(judge_all(loss_config, drafts_of, (weights, kernel), drafts, there, rows, target_ids))
         odds = confidence_logits(config, weights, own, before)
         if odds is not None:
             entropy = jax.nn.softplus(odds) - odds * judged[-1].accepted

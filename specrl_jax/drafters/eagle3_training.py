@@ -40,6 +40,7 @@ from specrl_jax.drafters.draft_losses import (
     top_in_draft_vocab,
     weighted,
 )
+from specrl_jax.models.numerics import in_chunks
 
 _MASKED = -1e30
 _AT_ONCE, _QUERIES, _SPANS = 512, 128, 8
@@ -52,10 +53,9 @@ def _attend_block(
     values: Float[Array, "b g s c"],
     own_keys: Float[Array, "e b g q c"],
     own_values: Float[Array, "e b g q c"],
-    first: Int[Array, ""],
+    own_slots: Int[Array, "q"],
 ) -> Float[Array, "b g m q c"]:
-    """`q` slots from `first` on over step-0 keys up to their own slot and over the later keys of their own slot."""
-    own_slots = first + jnp.arange(q.shape[3], dtype=jnp.int32)
+    """Slots over step-0 keys up to their own and over the later keys of their own."""
     q = q * q.shape[-1] ** -0.5
     scores = jnp.einsum("bgmqc,bgsc->bgmqs", q, keys, preferred_element_type=jnp.float32)
     visible = jnp.arange(keys.shape[2], dtype=jnp.int32)[None] <= own_slots[:, None]
@@ -107,24 +107,17 @@ def _attend_span(
     own_values: Float[Array, "e b g q c"],
     start: int,
 ) -> Float[Array, "b g m q c"]:
-    """Blocks of `_QUERIES` slots one after another; their scores are computed again backward."""
+    """Slots from `start` on, at once or in blocks of `_QUERIES`; their scores are computed again backward."""
+    slots = start + jnp.arange(q.shape[3], dtype=jnp.int32)
+    if q.shape[3] <= _AT_ONCE:
+        return jax.checkpoint(_attend_block)(q, keys, values, own_keys, own_values, slots)
 
-    def attend(block: tuple[Array, Array, Array, Array]) -> Array:
-        q, own_keys, own_values, first = block
-        return jax.checkpoint(_attend_block)(q, keys, values, own_keys, own_values, first)
+    def attend(base: tuple[Array, Array], slots: Int[Array, "q"], *own: Array) -> Array:
+        q, own_keys, own_values = (jnp.moveaxis(x, 0, -2) for x in own)
+        return jnp.moveaxis(_attend_block(q, *base, own_keys, own_values, slots), -2, 0)
 
-    queries = q.shape[3]
-    if queries <= _AT_ONCE:
-        return attend((q, own_keys, own_values, jnp.int32(start)))
-    count = -(-queries // _QUERIES)
-
-    def blocks(x: Array) -> Array:
-        padded = jnp.pad(x, [(0, 0)] * (x.ndim - 2) + [(0, count * _QUERIES - queries), (0, 0)])
-        return jnp.moveaxis(padded.reshape(*x.shape[:-2], count, _QUERIES, x.shape[-1]), -3, 0)
-
-    firsts = start + _QUERIES * jnp.arange(count, dtype=jnp.int32)
-    out = jnp.moveaxis(lax.map(attend, (blocks(q), blocks(own_keys), blocks(own_values), firsts)), 0, -3)
-    return out.reshape(*q.shape[:3], -1, q.shape[4])[:, :, :, :queries]
+    own = (jnp.moveaxis(x, -2, 0) for x in (q, own_keys, own_values))
+    return jnp.moveaxis(in_chunks(attend, (keys, values), (slots, *own), _QUERIES), 0, -2)
 
 
 def ttt_hidden(

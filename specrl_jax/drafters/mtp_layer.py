@@ -21,7 +21,7 @@ from specrl_jax.drafters.mtp_experts import mixture
 from specrl_jax.drafters.mtp_latent import latent_keys, latent_output, latent_queries
 from specrl_jax.drafters.mtp_layouts import Experts, GroupedAttention, LatentAttention, MtpConfig
 from specrl_jax.drafters.mtp_params import DenseWeights, ExpertWeights, GroupedWeights, LatentWeights, MtpWeights
-from specrl_jax.models.linear import linear
+from specrl_jax.models.linear import linear, logits_of
 from specrl_jax.models.policy import rms_norm, swiglu
 from specrl_jax.models.rope import apply_rope, rope_angles
 
@@ -159,4 +159,4 @@ def mix_and_mlp(
 def draft_logits(config: MtpConfig, weights: MtpWeights, hidden: Float[Array, "n d"]) -> Float[Array, "n dv"]:
     """Float32 logits over the draft vocabulary, from `h2`."""
     assert weights.lm_head is not None
-    return linear(_norm(config, hidden, weights.final_norm), weights.lm_head, jnp.float32)
+    return logits_of(_norm(config, hidden, weights.final_norm), weights.lm_head)

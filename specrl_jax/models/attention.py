@@ -21,7 +21,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from specrl_jax.models.linear import wide_dtype
-from specrl_jax.models.numerics import Numerics, opaque_int
+from specrl_jax.models.numerics import Numerics, in_chunks, opaque_int
 from specrl_jax.models.tree import Tree
 
 _AT_ONCE, _QUERIES, _SPANS = 512, 128, 4
@@ -78,28 +78,21 @@ def _at_once(
     if queries <= _AT_ONCE:
         return _attend_all(q, k, v, positions)
     span = _round_up(-(-queries // _SPANS), _QUERIES)
-    q, positions = _pad_to(q, 1, _round_up(queries, _QUERIES)), _pad_to(positions, 1, _round_up(queries, _QUERIES), -1)
     outs = []
-    for start in range(0, q.shape[1], span):
-        end = min(start + span, q.shape[1])
-        outs.append(_attend_span(q[:, start:end], k[:, :, :end], v[:, :, :end], positions[:, start:end]))
-    return jnp.concatenate(outs, axis=1)[:, :queries]
+    for start in range(0, queries, span):
+        end = min(start + span, queries)
+        keys_and_values = k[:, :, :end], v[:, :, :end]
+        own = (jnp.moveaxis(x[:, start:end], 1, 0) for x in (q, positions))
+        outs.append(in_chunks(_attend_queries, keys_and_values, tuple(own), _QUERIES))
+    return jnp.moveaxis(jnp.concatenate(outs), 0, 1)
 
 
-def _attend_span(
-    q: Float[Array, "r q h c"],
-    k: Float[Array, "r g s c"],
-    v: Float[Array, "r g s c"],
-    positions: Int[Array, "r q"],
-) -> Float[Array, "r q h c"]:
-    """Blocks of `_QUERIES` one after another, recomputed backward."""
-
-    def blocks(x: Array) -> Array:
-        return jnp.moveaxis(x.reshape(x.shape[0], -1, _QUERIES, *x.shape[2:]), 1, 0)
-
-    attend = jax.checkpoint(lambda q, positions: _attend_all(q, k, v, positions))
-    out = jnp.moveaxis(lax.map(lambda x: attend(*x), (blocks(q), blocks(positions))), 0, 1)
-    return out.reshape(q.shape)
+def _attend_queries(
+    keys_and_values: tuple[Array, Array], q: Float[Array, "q r h c"], positions: Int[Array, "q r"]
+) -> Float[Array, "q r h c"]:
+    """`_attend_all` with the queries first."""
+    out = _attend_all(jnp.moveaxis(q, 0, 1), *keys_and_values, positions.T)
+    return jnp.moveaxis(out, 1, 0)
 
 
 def _attend_all(

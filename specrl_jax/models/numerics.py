@@ -107,7 +107,7 @@ _blocked.defvjp(_blocked_fwd, _blocked_bwd)
 def in_chunks(fn: Callable[..., Any], weights: Any, inputs: tuple[Array, ...], chunk: int) -> Any:
     """As `map_tokens`, `chunk` tokens after another; the gradient computes every chunk's insides again.
 
-    For functions whose insides are much larger than what they take and return: laws over a vocabulary.
+    For functions whose insides are much larger than what they take and return: laws over a vocabulary, attention.
     """
     count = _leading(inputs)
     if count <= chunk:

@@ -50,7 +50,7 @@ class GrpoProgram:
         """The rollouts of the same step on a mesh of their own."""
         return replace(self, mesh=mesh, learns=False)
 
-    @property
+    @cached_property
     def without_drafts(self) -> "GrpoProgram":
         """The same step with the same state, its rollouts without drafts and its head as it is."""
         engine, update = self.step.engine, replace(self.step.update_config, draft_sequences=0)

@@ -68,7 +68,7 @@ class CheckpointWriter:
 
         Args:
             step: steps done so far; it must be larger than that of the last checkpoint.
-            state: pytree of JAX or NumPy arrays, none of them empty.
+            state: pytree of JAX or NumPy arrays; empty ones are not written.
             meta: JSON object.
             score: what tells the best, such as held-out accuracy; None where it was not measured.
         """

@@ -8,7 +8,6 @@ import contextlib
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -94,14 +93,10 @@ class GrpoRun:
     _compiled: bool = False
     _drafting: bool = True
 
-    @cached_property
-    def _without_drafts(self) -> GrpoProgram:
-        return self.program.without_drafts
-
     @property
     def _now(self) -> GrpoProgram:
         """The program of the next step."""
-        return self.program if self._drafting else self._without_drafts
+        return self.program if self._drafting else self.program.without_drafts
 
     def run(self, state: GrpoState) -> RunReport:
         """Run to the last step, from the folder's last checkpoint where there is one.
@@ -266,15 +261,14 @@ class GrpoRun:
         served = clock("time_weight_sync_s", program.gather, state)
         prompts, problems = pieces.issue(clock, served, step)
         trajectory = clock("time_rollout_s", program.rollout, served, prompts)
-        none = np.zeros(trajectory.lengths.shape, np.float32) if self.host_task is not None else None
-        judged = pieces.judge(clock, problems, trajectory) if judge else none
+        host = to_host(trajectory)
+        judged = pieces.judge(clock, problems, host) if judge else pieces.unjudged(host)
         rewards = pieces.rewards(clock, served, problems, trajectory, judged)
         state, row = pieces.learn(clock, state, trajectory, rewards)
         times = clock.seconds | {"time_step_s": sum(clock.seconds.values())}
         # Prefill is part of the rollout; alone it is timed beside the step.
         clock("time_prefill_s", program.prefill, served, prompts)
         times["time_prefill_s"] = clock.seconds["time_prefill_s"]
-        host = to_host(trajectory)
         row |= times | {
             "timing": "measured",
             "rollout_share": times["time_rollout_s"] / times["time_step_s"],

@@ -9,7 +9,7 @@ import jax
 import numpy as np
 
 from specrl_jax.data.prompts import Prompts
-from specrl_jax.parallel.hosts import of_first, to_host
+from specrl_jax.parallel.hosts import of_first
 from specrl_jax.rl.grpo import GrpoState, RolloutState
 from specrl_jax.rl.program import GrpoProgram
 from specrl_jax.rollout.trajectory import Trajectory
@@ -58,10 +58,14 @@ class StepPieces:
         return clock("time_data_s", self.host_task.issue, step)
 
     def judge(self, clock: Clock, problems: Any, trajectory: Trajectory) -> np.ndarray | None:
-        """What the host task says of the responses, without a device; None where the task is in the graph."""
+        """What the host task says of responses on the host, without a device; None where the task is in the graph."""
         if self.host_task is None:
             return None
-        return np.asarray(clock("time_reward_s", self.host_task.rewards, problems, to_host(trajectory)), np.float32)
+        return np.asarray(clock("time_reward_s", self.host_task.rewards, problems, trajectory), np.float32)
+
+    def unjudged(self, trajectory: Trajectory) -> np.ndarray | None:
+        """What stands for `judge` where a step is only compiled: no host reward is asked for."""
+        return None if self.host_task is None else np.zeros(trajectory.lengths.shape, np.float32)
 
     def rewards(
         self, clock: Clock, served: RolloutState, problems: Any, trajectory: Trajectory, judged: np.ndarray | None

@@ -104,8 +104,8 @@ class Pipeline:
         else:
             prompts = self._roller.issue(Clock(), served, step)[0]
         shapes = jax.eval_shape(self._roller.program.rollout, served, prompts)
-        count = min(self._lag, self._steps - step) if step else 0
-        return (jax.tree.map(lambda x: np.empty(x.shape, x.dtype), shapes),) * count
+        host = jax.tree.map(lambda x: np.empty(x.shape, x.dtype), shapes)
+        return (host,) * min(self._lag, self._steps - step)
 
     def resume(self, state: GrpoState, step: int, pending: Sequence[Trajectory] = ()) -> None:
         """Go on after `step` steps, with the rollouts that were pending then; the programs of a step are compiled.
@@ -124,8 +124,8 @@ class Pipeline:
         if step < self._steps:
             control, own = self._control, self._at(served, 0)
             done = self._roll_out(own, step)
-            none = None if self._in_graph else np.zeros(done.trajectory.lengths.shape, np.float32)
-            rewards = self._learner.rewards(Clock(), _counts(own), done.problems, done.trajectory, none)
+            judged = self._learner.unjudged(done.trajectory)
+            rewards = self._learner.rewards(Clock(), _counts(own), done.problems, done.trajectory, judged)
             self._learner.learn(Clock(), state, done.trajectory, rewards)
             self._control = control
 

@@ -296,3 +296,17 @@ def test_config_out_of_range(fields, words, monkeypatch):
     monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)  # it would refuse an unknown word first
     with pytest.raises(InputError, match=words):
         OptimizerConfig(**{"learning_rate": 1e-3} | fields)
+
+
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+def test_bfloat16_parameters_follow_their_float32_master(name):
+    """Steps far below the last bit add up as those of float32 parameters do."""
+    config, gradients = OptimizerConfig(2e-3, name=name), make_gradients(1) * 120
+    start = make_params("bfloat16")
+    wide, state, _ = train(config, jax.tree.map(lambda x: x.astype(jnp.float32), start), gradients)
+    assert state.master is None
+    narrow, state, _ = train(config, start, gradients)
+    jax.tree.map(lambda m, w: np.testing.assert_allclose(m, w, atol=1e-6), state.master, wide)
+    jax.tree.map(lambda n, m: np.testing.assert_array_equal(n, m.astype(jnp.bfloat16)), narrow, state.master)
+    moved = np.mean(np.asarray(narrow["q_proj"] != start["q_proj"]))
+    assert moved > 0.9

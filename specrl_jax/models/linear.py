@@ -23,7 +23,7 @@ def linear(x: Float[Array, "n i"], kernel: Float[Array, "o i"], dtype: Any = Non
     return lax.optimization_barrier(jnp.einsum("oi,in->on", kernel, columns, preferred_element_type=dtype)).T
 
 
-def wide_dtype(x: Array) -> Any:
+def wide_dtype(x: Array | jax.ShapeDtypeStruct) -> Any:
     """What sums over `x` are accumulated in: float32, or float64 where `x` is."""
     return jnp.float64 if x.dtype == jnp.float64 else jnp.float32
 

@@ -14,6 +14,7 @@ decoding (a few new tokens per row). Steps:
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -144,6 +145,26 @@ def _from_grid(grid: Array, batch: TokenBatch, queries: Int[Array, "n"]) -> Arra
     return grid.at[batch.rows, queries].get(mode="clip")
 
 
+def _in_scans(
+    through: Callable[[LayerParams, Array], Array],
+    layers: tuple[LayerParams, ...],
+    x: Float[Array, "n d"],
+    boundaries: tuple[int, ...],
+) -> dict[int, Float[Array, "n d"]]:
+    """Residual streams at the boundaries and after the last layer, by boundary.
+
+    The layers between two boundaries are one loop over their stacked weights: one of them is compiled and not all, and
+    only what goes into each is kept for the gradient.
+    """
+    streams, start = {0: x}, 0
+    again = jax.checkpoint(through, prevent_cse=False)
+    for stop in sorted({*boundaries, len(layers)} - {0}):
+        stacked = jax.tree.map(lambda *weights: jnp.stack(weights), *layers[start:stop])
+        x, _ = jax.lax.scan(lambda x, layer: (again(layer, x), None), x, stacked)
+        streams[stop], start = x, stop
+    return streams
+
+
 def forward(
     params: PolicyParams,
     config: PolicyConfig,
@@ -164,7 +185,7 @@ def forward(
         cache: keys and values of the tokens before these.
         boundaries: residual-stream boundaries to return as features: 0 is the embedding,
             `b` the output of the first `b` layers (`output_hidden_states[b]` in transformers).
-        remat: keep only what lies between layers for the gradient and compute the rest again.
+        remat: keep only what lies between layers for the gradient and compute the rest again, layer by layer in loops.
     """
     if cache is None and not batch.is_grid:
         raise ValueError("a forward without a cache needs a grid of tokens")
@@ -177,7 +198,7 @@ def forward(
     where = None if cache is None else locate(cache.table, cache.page_size, batch.rows, batch.slots)
 
     x = params.embed[batch.tokens]
-    streams = [x]
+    streams = {0: x}
     keys, values = [], []
 
     def through(layer: LayerParams, x: Float[Array, "n d"], pages: tuple[Array, Array] | None) -> Any:
@@ -193,10 +214,13 @@ def forward(
         return map_tokens(functools.partial(mix_and_mlp, config), layer, (x, attended), numerics), pages
 
     if remat:
-        through = jax.checkpoint(through)
-    for i, layer in enumerate(params.layers):
+        if cache is not None:
+            raise ValueError("remat belongs to a forward without a cache")
+        streams = _in_scans(lambda layer, x: through(layer, x, None)[0], params.layers, x, boundaries)
+        x = streams[len(params.layers)]
+    for i, layer in enumerate(() if remat else params.layers):
         x, pages = through(layer, x, None if cache is None else (cache.keys[i], cache.values[i]))
-        streams.append(x)
+        streams[i + 1] = x
         if pages is not None:
             keys.append(pages[0])
             values.append(pages[1])

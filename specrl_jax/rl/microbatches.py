@@ -18,6 +18,7 @@ from jax import lax
 from jaxtyping import Array, Int
 
 from specrl_jax.errors import InputError
+from specrl_jax.models.linear import wide_dtype
 from specrl_jax.models.numerics import opaque_int
 
 
@@ -70,7 +71,7 @@ def over_microbatches(
     """Run `fn(weights, microbatch) -> (sums, outputs)` over a batch.
 
     Args:
-        fn: `sums` are added over microbatches; `outputs` have a row per sequence kept (any
+        fn: `sums`, floats, are added over microbatches in at least float32; `outputs` have a row per sequence kept (any
             number, the first rows of the microbatch) and, from two axes on, time second.
         weights: passed through.
         batch: pytree of arrays `[b, ...]` with time second from two axes on.
@@ -103,7 +104,7 @@ def over_microbatches(
         longest = lax.dynamic_slice_in_dim(lengths, i * config.rows, config.rows).max()
         branch = jnp.sum(jnp.asarray(widths, jnp.int32) < longest)
         new_sums, new_outputs = lax.switch(branch, [at_width(w) for w in widths], weights, take(i))
-        sums = jax.tree.map(jnp.add, sums, new_sums)
+        sums = jax.tree.map(lambda total, new: total + new.astype(total.dtype), sums, new_sums)
         outputs = jax.tree.map(
             lambda all_, new: lax.dynamic_update_slice_in_dim(all_, new, i * new.shape[0], 0), outputs, new_outputs
         )
@@ -112,7 +113,7 @@ def over_microbatches(
     microbatches = count // config.rows
     sums, outputs = jax.eval_shape(at_width(full), weights, jax.eval_shape(take, jnp.int32(0)))
     start = (
-        jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), sums),
+        jax.tree.map(lambda s: jnp.zeros(s.shape, wide_dtype(s)), sums),
         jax.tree.map(lambda s: jnp.zeros((microbatches * s.shape[0], *s.shape[1:]), s.dtype), outputs),
     )
     return lax.fori_loop(0, opaque_int(microbatches), body, start)

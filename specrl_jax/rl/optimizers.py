@@ -7,6 +7,7 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 import optax
+from flax import struct
 from jaxtyping import Array, Float, Int
 
 from specrl_jax.errors import InputError
@@ -142,41 +143,59 @@ def _float32(tree: Any) -> Any:
     return jax.tree.map(lambda leaf: leaf.astype(jnp.float32), tree)
 
 
+@struct.dataclass
+class OptimizerState:
+    """rule: of clip, optimizer and the count of updates left out. master: the parameters in float32 where they
+    themselves are narrower, else None."""
+
+    rule: Any
+    master: Any
+
+
 def make_optimizer(config: OptimizerConfig) -> optax.GradientTransformation:
     """Global-norm clip, then AdamW or Muon, as an optax transformation that needs `params` in `update`.
 
     An update whose gradients are not finite is left out and counted (`skipped_updates`).
 
-    Moments and arithmetic are float32 whatever the parameters are (in bfloat16 a second
-    moment with b2 = 0.999 would stand still); updates come back in the parameters' dtype.
+    Moments and arithmetic are float32 whatever the parameters are (in bfloat16 a second moment with b2 = 0.999 would
+    stand still). Of narrower parameters a float32 master moves, which `init` copies from them, and they follow it
+    rounded (Micikevicius et al., arXiv 1710.03740, section 3.1): steps far below their last bit add up. Updates are
+    float32, and `apply_gradients` adds them.
     """
     rule = optax.chain(optax.clip_by_global_norm(config.clip_norm), _update_rule(config))
     inner = optax.apply_if_finite(rule, max_consecutive_errors=_NEVER)
 
-    def init(params: Any) -> Any:
-        return inner.init(_float32(params))
+    def init(params: Any) -> OptimizerState:
+        narrow = any(leaf.dtype != jnp.float32 for leaf in jax.tree.leaves(params))
+        return OptimizerState(inner.init(_float32(params)), _float32(params) if narrow else None)
 
-    def update(gradients: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+    def update(gradients: Any, state: OptimizerState, params: Any = None) -> tuple[Any, OptimizerState]:
+        moved = params if state.master is None else state.master
         # The bias corrections of optax mix integer step counts with floats.
         with jax.numpy_dtype_promotion("standard"):
-            updates, state = inner.update(_float32(gradients), state, _float32(params))
-        return jax.tree.map(lambda update, leaf: update.astype(leaf.dtype), updates, params), state
+            updates, rule = inner.update(_float32(gradients), state.rule, moved)
+        if state.master is None:
+            return updates, OptimizerState(rule, None)
+        master = jax.tree.map(jnp.add, moved, updates)
+        updates = jax.tree.map(lambda new, old: new - old.astype(jnp.float32), master, params)
+        return updates, OptimizerState(rule, master)
 
     return optax.GradientTransformation(init, update)
 
 
-def skipped_updates(state: Any) -> tuple[Int[Array, ""], Int[Array, ""]]:
+def skipped_updates(state: OptimizerState) -> tuple[Int[Array, ""], Int[Array, ""]]:
     """Updates that were left out because of their gradients: in all, and without one in between, up to now."""
-    return state.total_notfinite, state.notfinite_count
+    return state.rule.total_notfinite, state.rule.notfinite_count
 
 
 def apply_gradients(
-    optimizer: optax.GradientTransformation, params: Any, state: Any, gradients: Any
-) -> tuple[Any, Any, Float[Array, ""]]:
+    optimizer: optax.GradientTransformation, params: Any, state: OptimizerState, gradients: Any
+) -> tuple[Any, OptimizerState, Float[Array, ""]]:
     """One update.
 
     Returns:
         New parameters, new optimizer state, and the global norm of the gradients before the clip.
     """
     updates, state = optimizer.update(gradients, state, params)
-    return optax.apply_updates(params, updates), state, optax.tree.norm(_float32(gradients))
+    moved = jax.tree.map(lambda leaf, update: (leaf.astype(jnp.float32) + update).astype(leaf.dtype), params, updates)
+    return moved, state, optax.tree.norm(_float32(gradients))

@@ -150,6 +150,7 @@ class Session:
             normalize_std=config.normalize_std,
             recompute_logprobs=config.recompute_logprobs,
             draft_sequences=draft.online_sequences if online else 0,
+            draft_microbatches=draft.online_microbatches,
         )
         drafting = None
         if online:

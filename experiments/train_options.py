@@ -48,6 +48,8 @@ class DraftHead(DraftStageOptions):
     """Keep training it on the policy's forwards during RL."""
     online_sequences: int = 2
     """Sequences per policy microbatch that train it."""
+    online_microbatches: int = 0
+    """Policy microbatches per update that leave such sequences, whose features wait in memory; 0: all."""
     online_optimizer: OptimizerConfig = OptimizerConfig(0.0005)
     average: float = 0.0
     """Draft with the moving average of the weights that are trained online, which keeps this share of itself at every
@@ -57,7 +59,7 @@ class DraftHead(DraftStageOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_least("draft", self, online_sequences=1)
+        check_least("draft", self, online_sequences=1, online_microbatches=0)
         for name in ("average", "tolerance"):
             if not 0.0 <= getattr(self, name) < 1.0:
                 raise InputError(f"--draft.{name} is {getattr(self, name)}; choose a share from 0 to below 1")
@@ -213,7 +215,9 @@ class Config:
         if self.trains_head and self.drafter is None:
             batches.append((self.draft.batch, devices * self.draft.microbatch.rows))
         if self.trains_head and self.draft.online:
-            kept = batches[0][0] // (devices * self.microbatch.rows) * self.draft.online_sequences
+            leaving = batches[0][0] // (parts * self.microbatch.rows)
+            leaving = min(self.draft.online_microbatches or leaving, leaving)
+            kept = self.updates_per_rollout * leaving * self.draft.online_sequences
             batches.append((kept, self.draft.microbatch.rows))
         return self.prompts % parts == 0 and all(count % divisor == 0 for count, divisor in batches)
 

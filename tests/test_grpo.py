@@ -374,6 +374,21 @@ def test_microbatches_add_up_whatever_their_width():
 
 
 @ci
+def test_some_microbatches_leave_outputs_spread_over_the_lengths():
+    lengths = jnp.asarray([9, 3, 8, 1, 2, 7, 4, 6, 5, 10, 12, 11], jnp.int32)
+    values = jnp.tile(lengths[:, None], (1, 12))
+    config = MicrobatchConfig(2, (1.0,))
+
+    def fn(_, micro):
+        return micro[0].sum(dtype=jnp.float32), micro[:1]
+
+    total, rows = over_microbatches(fn, (), values, lengths, config, leaving=3)
+    assert rows[:, 0].tolist() == [3, 7, 11]  # the first of every second microbatch of two
+    assert float(total) == 12 * sum((1, 3, 5, 7, 9, 11))
+    assert over_microbatches(fn, (), values, lengths, config, leaving=99)[1][:, 0].tolist() == [1, 3, 5, 7, 9, 11]
+
+
+@ci
 def test_a_filtered_law_trains_on_its_support_to_the_same_bits():
     """Filters and penalties, with and without speculation; the first update is on-policy."""
     runs = []

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
+from scripts import COMPILED
 from test_grpo import EvenSum
 from test_rollout_programs import COLLECTIVE, instructions_in_loops
 from tiny import PLAIN, tiny_params
@@ -30,6 +31,7 @@ from specrl_jax.rollout.config import RolloutConfig
 from specrl_jax.rollout.engine import RolloutEngine
 from specrl_jax.rollout.sampling import SamplingLaw
 from specrl_jax.training.checkpoints import CheckpointWriter, restore_checkpoint
+from specrl_jax.training.pieces import Clock, StepPieces
 
 pytestmark = pytest.mark.ci
 
@@ -219,3 +221,25 @@ def test_recomputing_layers_changes_no_gradient():
     (state, _), (other, _) = outputs
     for ours, theirs in zip(jax.tree.leaves(state.params), jax.tree.leaves(other.params), strict=True):
         np.testing.assert_allclose(ours, theirs, atol=1e-6)
+
+
+@pytest.mark.parametrize("mesh", [(1, 1, 1), (2, 2, 2)], ids=["1x1x1", "2x2x2"])
+def test_a_rehearsed_step_compiles_nothing_more(mesh):
+    program = make_program(mesh)
+    state, pieces = first_state(program), StepPieces(program)
+    served = program.gather(state)
+    prompts, problems = program.issue(served)
+    rehearsed = pieces.rehearse(state, served, prompts, problems)
+    COMPILED.clear()
+    trajectory = program.rollout(served, prompts)
+    program.prefill(served, prompts)
+    rewards = pieces.rewards(Clock(), served, problems, trajectory, None)
+    state, _ = pieces.learn(Clock(), state, trajectory, rewards)
+    assert COMPILED == []
+    lies_right(program, state)
+    assert set(rehearsed) == {
+        "time_prefill_s", "time_rollout_s", "time_reward_s", "time_logprob_s", "time_update_s", "time_draft_update_s",
+    }  # fmt: skip
+    memory = rehearsed["time_update_s"].memory_analysis()
+    shards = sum(x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(state.opt_state))
+    assert memory.alias_size_in_bytes >= shards  # the optimizer's state is overwritten

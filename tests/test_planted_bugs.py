@@ -146,7 +146,8 @@ def test_caught_verification_with_the_last_steps_weights():
     for params in (second.params, first.params):
         trajectory = program.rollout(served.replace(params=params), prompts)
         rewards = program.reward(served, problems, trajectory)
-        _, metrics, _ = program.update(second, trajectory, program.prepare(second, trajectory), rewards)
+        prepared, state = program.prepare(second, trajectory), jax.tree.map(jnp.copy, second)
+        _, metrics, _ = program.update(state, trajectory, prepared, rewards)
         ratios.append((float(metrics["ratio"]), float(metrics["token_mult_prob_error"])))
     assert ratios[0] == (1.0, 1.0)
     assert ratios[1][1] > 1.001

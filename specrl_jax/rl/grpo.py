@@ -58,6 +58,8 @@ class UpdateConfig:
     normalize_std: divide advantages by the group's standard deviation.
     recompute_logprobs: take old log-probs from a training forward instead of the rollout.
     draft_sequences: sequences per microbatch that also train the draft head, 0 for none.
+    draft_microbatches: microbatches of an update that leave such sequences, spread evenly over their lengths; what they
+        leave is kept until the head's update, `(features + 1) * width` numbers a token. 0: all.
     """
 
     loss: LossConfig
@@ -68,6 +70,7 @@ class UpdateConfig:
     normalize_std: bool = True
     recompute_logprobs: bool = False
     draft_sequences: int = 0
+    draft_microbatches: int = 0
 
     def __post_init__(self) -> None:
         for name in ("updates_per_rollout", "epochs"):
@@ -77,6 +80,12 @@ class UpdateConfig:
             raise InputError(
                 f"update draft_sequences is {self.draft_sequences}; choose 0 to {self.microbatch.rows}, the microbatch"
             )
+        if self.draft_microbatches < 0:
+            raise InputError(f"update draft_microbatches is {self.draft_microbatches}; it must be at least 0 (all)")
+
+    def leaving(self, sequences: int) -> int:
+        """Microbatches of an update of so many sequences that leave examples for the draft head."""
+        return min(self.draft_microbatches or sequences, sequences // self.microbatch.rows)
 
 
 @struct.dataclass
@@ -269,7 +278,7 @@ class GrpoStep:
         micro = jax.tree.map(lambda x: x[: config.microbatch.rows], whole)
         (_, _, means), left = jax.eval_shape(self._gradients, params, micro, jnp.float32(1.0))
         metrics = {name: jnp.float32(0.0) for name in (*means, "loss", "grad_norm")}
-        count = rewards.shape[0] // config.microbatch.rows
+        count = config.updates_per_rollout * config.leaving(rewards.shape[0] // config.updates_per_rollout)
         room = jax.tree.map(lambda s: jnp.zeros((count * s.shape[0], *s.shape[1:]), s.dtype), left)
         return whole, room, metrics, self._reward_metrics(trajectory, rewards)
 
@@ -287,6 +296,7 @@ class GrpoStep:
             mini,
             mini.sequences.lengths,
             self.update_config.microbatch,
+            self.update_config.leaving(size),
         )
         grads, value, means = sum_over_rows(sums)
         left = jax.tree.map(

@@ -67,6 +67,7 @@ def over_microbatches(
     batch: Any,
     lengths: Int[Array, "b"],
     config: MicrobatchConfig,
+    leaving: int | None = None,
 ) -> tuple[Any, Any]:
     """Run `fn(weights, microbatch) -> (sums, outputs)` over a batch.
 
@@ -77,13 +78,16 @@ def over_microbatches(
         batch: pytree of arrays `[b, ...]` with time second from two axes on.
         lengths: tokens of each sequence.
         config: rows and widths.
+        leaving: microbatches whose outputs are kept, spread evenly over the lengths; None: all.
 
     Returns:
-        The sums, and the outputs of all microbatches padded to the full width, one after
-        another; `sorted_order(lengths)` tells which sequence they belong to.
+        The sums, and the outputs of the microbatches padded to the full width, one after another; of all of them,
+        `sorted_order(lengths)` tells which sequence they belong to.
     """
     count = lengths.shape[0]
     check_microbatch(config, count)
+    microbatches = count // config.rows
+    kept = microbatches if leaving is None else min(leaving, microbatches)
     full = max(x.shape[1] for x in jax.tree.leaves(batch) if x.ndim > 1)
     widths = config.token_widths(full)
     order = sorted_order(lengths)
@@ -105,16 +109,16 @@ def over_microbatches(
         branch = jnp.sum(jnp.asarray(widths, jnp.int32) < longest)
         new_sums, new_outputs = lax.switch(branch, [at_width(w) for w in widths], weights, take(i))
         sums = jax.tree.map(lambda total, new: total + new.astype(total.dtype), sums, new_sums)
+        place = i * kept // microbatches  # where a later one falls on the same place, it stays
         outputs = jax.tree.map(
-            lambda all_, new: lax.dynamic_update_slice_in_dim(all_, new, i * new.shape[0], 0), outputs, new_outputs
+            lambda all_, new: lax.dynamic_update_slice_in_dim(all_, new, place * new.shape[0], 0), outputs, new_outputs
         )
         return sums, outputs
 
-    microbatches = count // config.rows
     sums, outputs = jax.eval_shape(at_width(full), weights, jax.eval_shape(take, jnp.int32(0)))
     start = (
         jax.tree.map(lambda s: jnp.zeros(s.shape, wide_dtype(s)), sums),
-        jax.tree.map(lambda s: jnp.zeros((microbatches * s.shape[0], *s.shape[1:]), s.dtype), outputs),
+        jax.tree.map(lambda s: jnp.zeros((kept * s.shape[0], *s.shape[1:]), s.dtype), outputs),
     )
     return lax.fori_loop(0, opaque_int(microbatches), body, start)
 

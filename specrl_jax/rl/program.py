@@ -78,7 +78,7 @@ class GrpoProgram:
         sequences = self.groups // parts * self.step.samples
         check_microbatch(update.microbatch, sequences)
         if self.step.drafting is not None:
-            kept = update.updates_per_rollout * (sequences // update.microbatch.rows) * update.draft_sequences
+            kept = update.updates_per_rollout * update.leaving(sequences) * update.draft_sequences
             check_microbatch(self.step.drafting.microbatch, kept)
 
     @property
@@ -228,23 +228,49 @@ class GrpoProgram:
         return jax.jit(run)
 
     @cached_property
-    def update(self) -> Callable[..., tuple[GrpoState, dict[str, Array], DraftExamples | None]]:
-        """Policy updates: `(state, trajectory, prepared, rewards) -> (state, metrics, examples)`."""
+    def compiled_update(self) -> Any:
+        """`update` on `to_update`; the optimizer's state is overwritten."""
 
-        def run(*args: Any) -> Any:
-            state, metrics, examples = self.step.update(self.mesh, *args)
+        def run(opt_state: Any, lean: GrpoState, *args: Any) -> Any:
+            state, metrics, examples = self.step.update(self.mesh, replace(lean, opt_state=opt_state), *args)
             return self._kept(state), metrics, examples
 
-        return jax.jit(run)
+        return jax.jit(run, donate_argnums=0)
+
+    def to_update(self, state: GrpoState, *args: Any) -> tuple[Any, ...]:
+        """What `compiled_update` takes: without what it leaves alone, which it would copy."""
+        return state.opt_state, replace(state, opt_state=None, draft_opt_state=None, reference=None), *args
+
+    def after_update(self, before: GrpoState, after: GrpoState) -> GrpoState:
+        """What `compiled_update` returns, with what it left alone."""
+        return replace(after, draft_opt_state=before.draft_opt_state, reference=before.reference)
+
+    def update(
+        self, state: GrpoState, trajectory: Trajectory, prepared: Any, rewards: Float[Array, "b"]
+    ) -> tuple[GrpoState, dict[str, Array], DraftExamples | None]:
+        """Policy updates: the new state, metrics, examples for the draft head. The old optimizer's is overwritten."""
+        after, metrics, examples = self.compiled_update(*self.to_update(state, trajectory, prepared, rewards))
+        return self.after_update(state, after), metrics, examples
 
     @cached_property
-    def update_drafter(
-        self,
-    ) -> Callable[[GrpoState, Trajectory, DraftExamples | None], tuple[GrpoState, dict[str, Array]]]:
-        """One step of the draft head."""
+    def compiled_draft_update(self) -> Any:
+        """`update_drafter` on `to_update_drafter`: the drafter, its optimizer's state and metrics."""
 
         def run(*args: Any) -> Any:
             state, metrics = self.step.update_drafter(self.mesh, *args)
-            return self._kept(state), metrics
+            state = self._kept(state)
+            return state.draft, state.draft_opt_state, metrics
 
         return jax.jit(run)
+
+    def to_update_drafter(self, state: GrpoState, *args: Any) -> tuple[Any, ...]:
+        """What `compiled_draft_update` takes."""
+        return replace(state, opt_state=None, reference=None), *args
+
+    def update_drafter(
+        self, state: GrpoState, trajectory: Trajectory, examples: DraftExamples | None
+    ) -> tuple[GrpoState, dict[str, Array]]:
+        """One step of the draft head."""
+        args = self.to_update_drafter(state, trajectory, examples)
+        draft, draft_opt_state, metrics = self.compiled_draft_update(*args)
+        return replace(state, draft=draft, draft_opt_state=draft_opt_state), metrics

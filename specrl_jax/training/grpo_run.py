@@ -234,7 +234,7 @@ class GrpoRun:
         if self.host_task is None and dispatch % self.config.measured_every:
             return self._scanned(state, count)
         if not self._compiled:
-            self._piecewise(state, done, judge=False)  # compiles; its result is computed again, timed
+            self._rehearse(state, done)
             self._compiled = True
         return _one_by_one(self._piecewise, state, done, count)
 
@@ -252,17 +252,21 @@ class GrpoRun:
             row |= {"timing": "scanned", "time_step_s": seconds, "tokens_per_second_step": tokens / seconds}
         return state, rows, trajectories, rewards
 
-    def _piecewise(
-        self, state: GrpoState, step: int, *, judge: bool = True
-    ) -> tuple[GrpoState, dict[str, Any], Trajectory, np.ndarray]:
-        """One step in pieces, each timed; without `judge` no host reward is asked for."""
+    def _rehearse(self, state: GrpoState, step: int) -> None:
+        """Compile the pieces of a step, so that their times are their own."""
+        pieces = StepPieces(self._now, self.host_task)
+        served = self._now.gather(state)
+        pieces.rehearse(state, served, *pieces.issue(Clock(), served, step))
+
+    def _piecewise(self, state: GrpoState, step: int) -> tuple[GrpoState, dict[str, Any], Trajectory, np.ndarray]:
+        """One step in pieces, each timed."""
         program, clock = self._now, Clock()
         pieces = StepPieces(program, self.host_task)
         served = clock("time_weight_sync_s", program.gather, state)
         prompts, problems = pieces.issue(clock, served, step)
         trajectory = clock("time_rollout_s", program.rollout, served, prompts)
         host = to_host(trajectory)
-        judged = pieces.judge(clock, problems, host) if judge else pieces.unjudged(host)
+        judged = pieces.judge(clock, problems, host)
         rewards = pieces.rewards(clock, served, problems, trajectory, judged)
         state, row = pieces.learn(clock, state, trajectory, rewards)
         times = clock.seconds | {"time_step_s": sum(clock.seconds.values())}

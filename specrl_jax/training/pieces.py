@@ -7,6 +7,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import jax
 import numpy as np
+from jax.stages import Compiled
 
 from specrl_jax.data.prompts import Prompts
 from specrl_jax.parallel.hosts import of_first
@@ -63,10 +64,6 @@ class StepPieces:
             return None
         return np.asarray(clock("time_reward_s", self.host_task.rewards, problems, trajectory), np.float32)
 
-    def unjudged(self, trajectory: Trajectory) -> np.ndarray | None:
-        """What stands for `judge` where a step is only compiled: no host reward is asked for."""
-        return None if self.host_task is None else np.zeros(trajectory.lengths.shape, np.float32)
-
     def rewards(
         self, clock: Clock, served: RolloutState, problems: Any, trajectory: Trajectory, judged: np.ndarray | None
     ) -> Any:
@@ -85,6 +82,49 @@ class StepPieces:
         state, metrics, examples = clock("time_update_s", program.update, state, trajectory, prepared, rewards)
         state, drafts = clock("time_draft_update_s", program.update_drafter, state, trajectory, examples)
         return state, {name: plain(value) for name, value in (metrics | drafts).items()}
+
+    def rehearse(self, state: GrpoState, served: RolloutState, prompts: Prompts, problems: Any) -> dict[str, Compiled]:
+        """The programs of a step by the name of their time, compiled but not run; arrays may be shapes with shardings.
+
+        A call of a program with such arguments finds it compiled.
+        """
+        rollout, trajectory = compiled(self.program.rollout, served, prompts)
+        done = {"time_prefill_s": compiled(self.program.prefill, served, prompts)[0], "time_rollout_s": rollout}
+        return done | self.rehearse_learning(state, served, problems, trajectory)
+
+    def rehearse_learning(
+        self, state: GrpoState, served: RolloutState, problems: Any, trajectory: Trajectory
+    ) -> dict[str, Compiled]:
+        """Those of them that come after the rollout."""
+        program = self.program
+        if self.host_task is None:
+            reward, rewards = compiled(program.reward, served, problems, trajectory)
+        else:
+            judged = np.zeros(trajectory.lengths.shape, np.float32)
+            reward, rewards = compiled(program.hand_out, served, trajectory, judged)
+        prepare, prepared = compiled(program.prepare, state, trajectory)
+        update, (after, _, examples) = compiled(
+            program.compiled_update, *program.to_update(state, trajectory, prepared, rewards)
+        )
+        after = program.after_update(state, after)
+        drafts, _ = compiled(program.compiled_draft_update, *program.to_update_drafter(after, trajectory, examples))
+        return {
+            "time_reward_s": reward,
+            "time_logprob_s": prepare,
+            "time_update_s": update,
+            "time_draft_update_s": drafts,
+        }
+
+
+def compiled(program: Any, *args: Any) -> tuple[Compiled, Any]:
+    """A jitted function compiled for arguments that may be shapes, and the shapes of its results."""
+    lowered = program.lower(*args)
+    executable = lowered.compile()
+
+    def shape(info: Any, sharding: Any) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(info.shape, info.dtype, sharding=sharding)
+
+    return executable, jax.tree.map(shape, lowered.out_info, executable.output_shardings)
 
 
 def plain(value: Any) -> Any:

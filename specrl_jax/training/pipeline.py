@@ -124,9 +124,7 @@ class Pipeline:
         if step < self._steps:
             control, own = self._control, self._at(served, 0)
             done = self._roll_out(own, step)
-            judged = self._learner.unjudged(done.trajectory)
-            rewards = self._learner.rewards(Clock(), _counts(own), done.problems, done.trajectory, judged)
-            self._learner.learn(Clock(), state, done.trajectory, rewards)
+            self._learner.rehearse_learning(state, _counts(own), done.problems, done.trajectory)
             self._control = control
 
     def step(self, state: GrpoState, step: int) -> tuple[GrpoState, dict[str, Any], Trajectory, Any]:

@@ -229,7 +229,7 @@ def test_a_rehearsed_step_compiles_nothing_more(mesh):
     state, pieces = first_state(program), StepPieces(program)
     served = program.gather(state)
     prompts, problems = program.issue(served)
-    rehearsed = pieces.rehearse(state, served, prompts, problems)
+    programs = pieces.rehearse(state, served, prompts, problems)
     COMPILED.clear()
     trajectory = program.rollout(served, prompts)
     program.prefill(served, prompts)
@@ -237,9 +237,9 @@ def test_a_rehearsed_step_compiles_nothing_more(mesh):
     state, _ = pieces.learn(Clock(), state, trajectory, rewards)
     assert COMPILED == []
     lies_right(program, state)
-    assert set(rehearsed) == {
+    assert set(programs) == {
         "time_prefill_s", "time_rollout_s", "time_reward_s", "time_logprob_s", "time_update_s", "time_draft_update_s",
     }  # fmt: skip
-    memory = rehearsed["time_update_s"].memory_analysis()
+    memory = programs["time_update_s"].compiled.memory_analysis()
     shards = sum(x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(state.opt_state))
     assert memory.alias_size_in_bytes >= shards  # the optimizer's state is overwritten

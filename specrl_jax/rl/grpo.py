@@ -38,7 +38,7 @@ from specrl_jax.parallel.sharding import ROWS, Layout, over_mesh, replicated, su
 from specrl_jax.rl.advantages import group_advantages, zero_advantage_groups
 from specrl_jax.rl.drafting import DraftExamples, DraftTraining
 from specrl_jax.rl.losses import LossConfig, loss_denominator, policy_loss
-from specrl_jax.rl.microbatches import MicrobatchConfig, over_microbatches
+from specrl_jax.rl.microbatches import MicrobatchConfig, over_microbatches, slots
 from specrl_jax.rl.optimizers import OptimizerConfig, apply_gradients, make_optimizer, skipped_updates
 from specrl_jax.rl.scoring import Scorer
 from specrl_jax.rollout.control import Control, merge
@@ -277,7 +277,7 @@ class GrpoStep:
         whole, config = Minibatch(sequences, advantages, ref_log_probs), self.update_config
         micro = jax.tree.map(lambda x: x[: config.microbatch.rows], whole)
         (_, _, means), left = jax.eval_shape(self._gradients, params, micro, jnp.float32(1.0))
-        metrics = {name: jnp.float32(0.0) for name in (*means, "loss", "grad_norm")}
+        metrics = {name: jnp.float32(0.0) for name in (*means, "loss", "grad_norm", "padding_fraction")}
         count = config.updates_per_rollout * config.leaving(rewards.shape[0] // config.updates_per_rollout)
         room = jax.tree.map(lambda s: jnp.zeros((count * s.shape[0], *s.shape[1:]), s.dtype), left)
         return whole, room, metrics, self._reward_metrics(trajectory, rewards)
@@ -302,7 +302,11 @@ class GrpoStep:
         left = jax.tree.map(
             lambda all_, x: lax.dynamic_update_slice_in_dim(all_, x, part * x.shape[0], 0), left, new_left
         )
-        return grads, {name: mean.value for name, mean in means.items()} | {"loss": value}, left
+        lengths = mini.sequences.lengths
+        computed = slots(lengths, mini.sequences.tokens.shape[1], self.update_config.microbatch).astype(jnp.float32)
+        computed, needed = sum_over_rows((computed, jnp.sum(lengths, dtype=jnp.float32)))
+        metrics = {name: mean.value for name, mean in means.items()}
+        return grads, metrics | {"loss": value, "padding_fraction": 1.0 - needed / computed}, left
 
     def over_rows(self, mesh: Mesh) -> tuple[Any, Any]:
         """The parts of an update that every device computes on its own rows: what comes first, and gradients."""

@@ -41,6 +41,18 @@ class MicrobatchConfig:
         return tuple(sorted(rounded | {width}))
 
 
+def slots(lengths: Int[Array, "b"], width: int, config: MicrobatchConfig) -> Int[Array, ""]:
+    """Tokens, padding included, that `over_microbatches` computes for sequences of these lengths out of `width`."""
+    widths = jnp.asarray(config.token_widths(width), jnp.int32)
+    longest = jnp.sort(lengths).reshape(-1, config.rows)[:, -1]
+    return config.rows * jnp.sum(widths[jnp.searchsorted(widths, longest)])
+
+
+def geometric_widths(shortest: float, count: int) -> tuple[float, ...]:
+    """So many widths from `shortest` to 1, each the same multiple of the one before."""
+    return tuple(shortest ** (1 - i / (count - 1)) for i in range(count))
+
+
 def check_microbatch(config: MicrobatchConfig, sequences: int) -> None:
     """Raise InputError unless `sequences` split into whole microbatches."""
     if sequences % config.rows:

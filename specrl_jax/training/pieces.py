@@ -7,7 +7,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import jax
 import numpy as np
-from jax.stages import Compiled
+from jax.stages import Compiled, Lowered
 
 from specrl_jax.data.prompts import Prompts
 from specrl_jax.parallel.hosts import of_first
@@ -43,6 +43,14 @@ class Clock:
     def add(self, name: str, start: float) -> None:
         """Count the time since `start` as `name`."""
         self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
+
+
+@dataclass(frozen=True, eq=False)
+class Rehearsed:
+    """A program as it was traced, and compiled."""
+
+    lowered: Lowered
+    compiled: Compiled
 
 
 @dataclass(frozen=True, eq=False)
@@ -83,40 +91,38 @@ class StepPieces:
         state, drafts = clock("time_draft_update_s", program.update_drafter, state, trajectory, examples)
         return state, {name: plain(value) for name, value in (metrics | drafts).items()}
 
-    def rehearse(self, state: GrpoState, served: RolloutState, prompts: Prompts, problems: Any) -> dict[str, Compiled]:
+    def rehearse(self, state: GrpoState, served: RolloutState, prompts: Prompts, problems: Any) -> dict[str, Rehearsed]:
         """The programs of a step by the name of their time, compiled but not run; arrays may be shapes with shardings.
 
         A call of a program with such arguments finds it compiled.
         """
-        rollout, trajectory = compiled(self.program.rollout, served, prompts)
-        done = {"time_prefill_s": compiled(self.program.prefill, served, prompts)[0], "time_rollout_s": rollout}
+        rollout, trajectory = rehearsed(self.program.rollout, served, prompts)
+        done = {"time_prefill_s": rehearsed(self.program.prefill, served, prompts)[0], "time_rollout_s": rollout}
         return done | self.rehearse_learning(state, served, problems, trajectory)
 
     def rehearse_learning(
         self, state: GrpoState, served: RolloutState, problems: Any, trajectory: Trajectory
-    ) -> dict[str, Compiled]:
+    ) -> dict[str, Rehearsed]:
         """Those of them that come after the rollout."""
         program = self.program
-        if self.host_task is None:
-            reward, rewards = compiled(program.reward, served, problems, trajectory)
+        if program.task is not None:
+            reward, rewards = rehearsed(program.reward, served, problems, trajectory)
         else:
             judged = np.zeros(trajectory.lengths.shape, np.float32)
-            reward, rewards = compiled(program.hand_out, served, trajectory, judged)
-        prepare, prepared = compiled(program.prepare, state, trajectory)
-        update, (after, _, examples) = compiled(
-            program.compiled_update, *program.to_update(state, trajectory, prepared, rewards)
-        )
-        after = program.after_update(state, after)
-        drafts, _ = compiled(program.compiled_draft_update, *program.to_update_drafter(after, trajectory, examples))
+            reward, rewards = rehearsed(program.hand_out, served, trajectory, judged)
+        prepare, prepared = rehearsed(program.prepare, state, trajectory)
+        learn = program.to_update(state, trajectory, prepared, rewards)
+        update, (after, _, examples) = rehearsed(program.compiled_update, *learn)
+        learn = program.to_update_drafter(program.after_update(state, after), trajectory, examples)
         return {
             "time_reward_s": reward,
             "time_logprob_s": prepare,
             "time_update_s": update,
-            "time_draft_update_s": drafts,
+            "time_draft_update_s": rehearsed(program.compiled_draft_update, *learn)[0],
         }
 
 
-def compiled(program: Any, *args: Any) -> tuple[Compiled, Any]:
+def rehearsed(program: Any, *args: Any) -> tuple[Rehearsed, Any]:
     """A jitted function compiled for arguments that may be shapes, and the shapes of its results."""
     lowered = program.lower(*args)
     executable = lowered.compile()
@@ -124,7 +130,7 @@ def compiled(program: Any, *args: Any) -> tuple[Compiled, Any]:
     def shape(info: Any, sharding: Any) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(info.shape, info.dtype, sharding=sharding)
 
-    return executable, jax.tree.map(shape, lowered.out_info, executable.output_shardings)
+    return Rehearsed(lowered, executable), jax.tree.map(shape, lowered.out_info, executable.output_shardings)
 
 
 def plain(value: Any) -> Any:

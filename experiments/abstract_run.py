@@ -1,0 +1,178 @@
+"""A GRPO step of a large policy as shapes: nothing of it is ever allocated."""
+
+import math
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from experiments.common import check_least
+from experiments.setup import draft_head_config
+from specrl_jax.data.prompts import Prompts
+from specrl_jax.drafters.draft_losses import DraftLossConfig
+from specrl_jax.drafters.eagle3_params import Eagle3Config
+from specrl_jax.drafters.heads import drafter_for_head, init_head
+from specrl_jax.errors import InputError
+from specrl_jax.models.config import PolicyConfig
+from specrl_jax.models.numerics import Numerics
+from specrl_jax.models.params import init_params
+from specrl_jax.parallel.mesh import FSDP, TENSOR
+from specrl_jax.parallel.sharding import ROWS, row_devices
+from specrl_jax.rl.drafting import DraftTraining
+from specrl_jax.rl.grpo import GrpoState, GrpoStep, RolloutState, UpdateConfig
+from specrl_jax.rl.losses import LossConfig
+from specrl_jax.rl.microbatches import MicrobatchConfig
+from specrl_jax.rl.optimizers import OptimizerConfig
+from specrl_jax.rl.program import GrpoProgram
+from specrl_jax.rl.scoring import Scorer
+from specrl_jax.rollout.config import RolloutConfig
+from specrl_jax.rollout.engine import RolloutEngine
+from specrl_jax.rollout.sampling import SamplingLaw
+from specrl_jax.training.pieces import Rehearsed, StepPieces, rehearsed
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Sizes of a step."""
+
+    context: int = 16_384
+    """Tokens of prompt and response at most."""
+    prompt_tokens: int = 1024
+    microbatch_tokens: int = 32_768
+    """Of a gradient, for each group of devices along tensor."""
+    rows: int = 16
+    """Live rows of a rollout per device."""
+    prompts: int = 64
+    """Per step, over all devices."""
+    samples: int = 16
+    draft_length: int = 3
+    draft_vocab: int = 32_000
+    draft_microbatches: int = 8
+    """Microbatches of an update that leave a sequence each for the draft head."""
+    unroll: int = 3
+    """Steps of the head's training-time test."""
+
+    def __post_init__(self) -> None:
+        least = dict.fromkeys(("prompt_tokens", "microbatch_tokens", "rows", "prompts", "draft_vocab"), 1)
+        check_least("sizes", self, context=2, samples=2, draft_length=1, draft_microbatches=1, unroll=1, **least)
+        if self.prompt_tokens >= self.context:
+            raise InputError(
+                f"--sizes.prompt-tokens is {self.prompt_tokens} and --sizes.context {self.context}; "
+                "leave room for a response"
+            )
+        if self.microbatch_tokens < self.context:
+            raise InputError(
+                f"--sizes.microbatch-tokens is {self.microbatch_tokens}, less than a sequence of {self.context}; "
+                "raise it, or lower --sizes.context"
+            )
+
+
+@dataclass(frozen=True, eq=False)
+class AbstractStep:
+    """program: the step. sizes: of it. head: architecture of its draft head."""
+
+    program: GrpoProgram
+    sizes: Sizes
+    head: Eagle3Config
+
+    @cached_property
+    def state(self) -> GrpoState:
+        """Shapes of the training's state, with the shardings it is stored in."""
+
+        def make() -> GrpoState:
+            params = init_params(jax.random.key(0), self.program.step.engine.policy)
+            # The draft vocabulary's ids are part of a head's shape and of nothing else.
+            head = init_head(jax.random.key(1), self.head, params, np.arange(self.head.draft_vocab_size))
+            return self.program.step.init(params, head)
+
+        shapes = jax.eval_shape(make)
+        return jax.tree.map(_placed, shapes, self.program.shardings(shapes))
+
+    @cached_property
+    def prompts(self) -> Prompts:
+        """Shapes of a step's prompts."""
+        count, rows = self.program.groups, NamedSharding(self.program.mesh, P(ROWS))
+        tokens, lengths = jnp.zeros((count, self.sizes.prompt_tokens), jnp.int32), jnp.zeros((count,), jnp.int32)
+        made = jax.eval_shape(lambda: Prompts(tokens, lengths, lengths.astype(jnp.uint32)))
+        return jax.tree.map(lambda x: _placed(x, rows), made)
+
+    @cached_property
+    def served(self) -> RolloutState:
+        """Shapes of what a rollout reads."""
+        return rehearsed(self.program.gather, self.state)[1]
+
+    def rehearse(self) -> dict[str, Rehearsed]:
+        """The programs of a step, compiled."""
+        return StepPieces(self.program).rehearse(self.state, self.served, self.prompts, None)
+
+    def beside(self, piece: str) -> int:
+        """Bytes of the training's state on one device that a piece does not take as an argument."""
+        state, lean = self.state, bytes_of((self.state.opt_state, self.state.reference))
+        if piece == "time_update_s":
+            return bytes_of(state.draft_opt_state)
+        if piece == "time_draft_update_s":
+            return lean
+        # Where nothing is gathered, a rollout reads the weights where they are.
+        gathers = self.program.mesh.shape[FSDP] > 1
+        return lean + bytes_of(state.draft_opt_state) + (bytes_of((state.params, state.draft)) if gathers else 0)
+
+    @property
+    def parts(self) -> dict[str, int]:
+        """Bytes on one device of what is large, from shapes alone."""
+        step, mesh = self.program.step, self.program.mesh
+        policy = step.engine.policy
+        itemsize, weights = jnp.dtype(policy.dtype).itemsize, bytes_of(self.served.params)
+        tokens = step.update_config.microbatch.rows * self.sizes.context
+        pages = step.engine.layout(self.program.groups // row_devices(mesh), self.sizes.prompt_tokens).pool_pages
+        split = mesh.shape[TENSOR] if policy.num_kv_heads % mesh.shape[TENSOR] == 0 else 1
+        left = (len(self.head.boundaries) + 1) * policy.hidden_size * self.sizes.context * itemsize
+        return {
+            "state": bytes_of(self.state),
+            "weights as rollouts and gradients read them": weights,
+            "sum of gradients": 4 * weights // itemsize,
+            "inputs of layers": policy.num_layers * tokens * policy.hidden_size * itemsize,
+            "cache": pages * step.engine.page_bytes() // split,
+            "examples for the head": self.sizes.draft_microbatches * left,
+        }
+
+
+def abstract_step(policy: PolicyConfig, mesh: Mesh, sizes: Sizes) -> AbstractStep:
+    """A step of a policy with a new EAGLE-3 head, a gradient of which recomputes every layer.
+
+    Raises:
+        InputError: the sizes do not split over the mesh, or do not fit the policy.
+    """
+    head, numerics = draft_head_config(policy, sizes.draft_vocab), Numerics("plain")
+    law = SamplingLaw(1.0, end_ids=(0,))
+    tensor = mesh.shape[TENSOR]
+    rollout = RolloutConfig(
+        sizes.context - sizes.prompt_tokens, sizes.samples, sizes.draft_length, law, rows=sizes.rows * tensor
+    )
+    engine = RolloutEngine(policy, rollout, numerics, drafter_for_head(head))
+    engine.check_prompt_width(sizes.prompt_tokens)
+    scorer = Scorer(policy, law, numerics, remat=True)
+    update = UpdateConfig(
+        loss=LossConfig(),
+        optimizer=OptimizerConfig(1e-6),
+        microbatch=MicrobatchConfig(sizes.microbatch_tokens // sizes.context, (1.0,)),
+        draft_sequences=1,
+        draft_microbatches=sizes.draft_microbatches,
+    )
+    loss = DraftLossConfig(sizes.unroll)
+    drafting = DraftTraining(scorer, head, loss, OptimizerConfig(1e-4), MicrobatchConfig(1, (1.0,)))
+    step = GrpoStep(engine, scorer, update, drafting, seed=0)
+    return AbstractStep(GrpoProgram(step, mesh, sizes.prompts), sizes, head)
+
+
+def bytes_of(tree: Any) -> int:
+    """Bytes on one device of shapes with shardings."""
+    return sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in jax.tree.leaves(tree))
+
+
+def _placed(shape: Any, sharding: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=sharding)

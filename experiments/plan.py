@@ -1,0 +1,189 @@
+"""What a GRPO run of a large policy takes of every device's memory, before any device is there.
+
+The pieces of a step (rollout, policy update, draft update) are compiled ahead of time for a mesh, from shapes, and
+the compiler says what each takes; what of the run's state lies beside a piece is counted with it. `--target` names who
+compiles: virtual devices of the CPU, or, where libtpu is installed, the compiler of TPUs for a slice such as v5p:2x2x2
+(no TPU is needed). A CPU multiplies bfloat16 in float32: the float32 copies that only it makes are listed, each once,
+and left out of `needed`. `--model` is a preset, or a folder or hub name of which only config.json is read.
+"""
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from jax.experimental import topologies
+from jax.sharding import AxisType, Mesh
+
+from experiments.abstract_run import AbstractStep, Sizes, abstract_step
+from experiments.common import Run, RunOptions, run_main
+from experiments.compiled_memory import memory_of
+from experiments.outputs import check_output, markdown_table, open_output, provenance, write_results
+from specrl_jax.errors import InputError
+from specrl_jax.models.config import PolicyConfig
+from specrl_jax.models.huggingface import load_config, resolve_folder
+from specrl_jax.models.presets import PRESETS as POLICIES
+from specrl_jax.parallel.mesh import AXES, make_mesh, parse_mesh
+from specrl_jax.training.metrics import write_json
+from specrl_jax.training.pieces import Rehearsed
+
+SCRIPT = "plan"
+GIB = 2**30
+DEVICES = {"H100": 70.0, "H200": 126.0, "GB200": 165.0, "v5p": 90.0, "v6e": 29.5}
+"""GiB that a program may take of 80, 141 and 186 GB (NVIDIA), 95 and 32 GiB (TPU): the rest is the runtime's, the
+collectives' and what falls between blocks."""
+PIECES = {"time_rollout_s": "rollout", "time_update_s": "policy update", "time_draft_update_s": "draft update"}
+PARTS = {
+    "rollout": ("state", "weights as rollouts and gradients read them", "cache"),
+    "policy update": (
+        "state",
+        "weights as rollouts and gradients read them",
+        "sum of gradients",
+        "inputs of layers",
+        "examples for the head",
+    ),
+    "draft update": ("state", "examples for the head"),
+}
+REMEDIES = {
+    "state": "split it over more devices, along fsdp or tensor",
+    "weights as rollouts and gradients read them": "a larger tensor axis; fsdp does not split them",
+    "sum of gradients": "a larger tensor axis; fsdp does not split it",
+    "inputs of layers": "fewer tokens in a microbatch (--sizes.microbatch-tokens), or a shorter --sizes.context",
+    "cache": "fewer --sizes.rows at a time; other sequences wait",
+    "examples for the head": "fewer --sizes.draft-microbatches",
+}
+
+
+@dataclass(frozen=True)
+class Config:
+    """Options of a plan."""
+
+    run: Run = RunOptions()
+    model: str = "qwen3-8b"
+    """A preset, or a folder or hub name of a policy."""
+    target: str = "cpu"
+    """Who compiles: cpu, or a TPU slice such as v5p:2x2x2 or v6e:2x4."""
+    mesh: str = "data=1,fsdp=2,tensor=4"
+    room: float = DEVICES["H100"]
+    """GiB per device above which advice is given."""
+    sizes: Sizes = Sizes()
+
+    def __post_init__(self) -> None:
+        parse_mesh(self.mesh)
+        if self.target != "cpu" and ":" not in self.target:
+            raise InputError(f"--target is {self.target}; choose cpu, or a TPU slice such as v5p:2x2x2")
+
+
+PRESETS: dict[str, Mapping[str, Any]] = {
+    "8b": {},
+    "0.6b": {
+        "model": "qwen3-0.6b",
+        "mesh": "data=1",
+        "sizes": {
+            "context": 1280,
+            "prompt_tokens": 256,
+            "microbatch_tokens": 10_240,
+            "rows": 256,
+            "prompts": 32,
+            "draft_microbatches": 16,
+        },
+    },
+    "smoke": {
+        "model": "tiny-qwen3",
+        "mesh": "data=1,fsdp=2,tensor=1",
+        "sizes": {
+            "context": 64,
+            "prompt_tokens": 16,
+            "microbatch_tokens": 128,
+            "rows": 4,
+            "prompts": 4,
+            "samples": 2,
+            "draft_vocab": 128,
+            "draft_microbatches": 1,
+        },
+    },
+}
+
+
+def policy_of(model: str) -> PolicyConfig:
+    """Shape of a preset, or of a folder or hub name."""
+    return POLICIES[model] if model in POLICIES else load_config(resolve_folder(model))
+
+
+def mesh_of(config: Config) -> Mesh:
+    """The devices that are compiled for; none of them need exist."""
+    axes = parse_mesh(config.mesh)
+    if config.target == "cpu":
+        return make_mesh(axes)
+    # Nobody is to be asked where this machine's TPUs are.
+    os.environ |= {"TPU_SKIP_MDS_QUERY": "1", "TPU_WORKER_HOSTNAMES": "localhost"}
+    try:
+        devices = topologies.get_topology_desc(platform="tpu", topology_name=config.target).devices
+    except Exception as error:  # jax raises what the plugin raises
+        first = str(error).splitlines()[0]
+        raise InputError(
+            f"--target {config.target}: no TPU compiler for it ({first}); install the libtpu that this jax asks for, "
+            "or choose --target cpu"
+        ) from None
+    if len(devices) != axes.size:
+        raise InputError(
+            f"--target {config.target} has {len(devices)} devices and mesh {axes} takes {axes.size}; choose a "
+            "mesh of that many"
+        )
+    shape = (axes.data, axes.fsdp, axes.tensor)
+    return Mesh(np.array(devices).reshape(shape), AXES, axis_types=(AxisType.Auto,) * len(AXES))
+
+
+def row_of(piece: str, program: Rehearsed, step: AbstractStep, on_cpu: bool) -> dict[str, Any]:
+    """Memory of a program per device in GiB, with what of the training's state lies beside it."""
+    memory = memory_of(program)
+    beside = step.beside(piece)
+    row: dict[str, Any] = {
+        "program": PIECES[piece],
+        "arguments": memory.arguments / GIB,
+        "new results": (memory.results - memory.overwritten) / GIB,
+        "temporaries": memory.temporaries / GIB,
+        "state beside": beside / GIB,
+        "total": (memory.total + beside) / GIB,
+    }
+    row["needed"] = row["total"]
+    if on_cpu:
+        row["copies"] = {shape: size / GIB for shape, size in memory.copies.items()}
+        row["needed"] -= sum(row["copies"].values())
+    return row | {"fits": ", ".join(name for name, room in DEVICES.items() if row["needed"] <= room) or "none"}
+
+
+def advice(row: Mapping[str, Any], parts: Mapping[str, float], room: float) -> str:
+    """What to change about a program that takes more than `room`, by the largest part that it has."""
+    part = max(PARTS[row["program"]], key=lambda part: parts[part])
+    return (
+        f"{row['program']} needs {row['needed']:.1f} GiB, above {room:g}; its largest part is {part} with "
+        f"{parts[part]:.1f}: {REMEDIES[part]}"
+    )
+
+
+def main(config: Config) -> None:
+    """Compile, write and print."""
+    check_output(config.run, SCRIPT)
+    step = abstract_step(policy_of(config.model), mesh_of(config), config.sizes)
+    out = open_output(config.run, config, SCRIPT)
+    programs = step.rehearse()
+    rows = [row_of(piece, programs[piece], step, config.target == "cpu") for piece in PIECES]
+    parts = {name: size / GIB for name, size in step.parts.items()}
+    hints = [advice(row, parts, config.room) for row in rows if row["needed"] > config.room]
+    compiler = f"{config.target} ({step.program.mesh.devices.flat[0].device_kind})"
+    shown = [{k: v for k, v in row.items() if k != "copies"} | {"compiled by": compiler} for row in rows]
+    write_results(out, shown, f"GiB per device: {config.model}, {config.mesh}", provenance(config.run.seed))
+    copies = {row["program"]: row["copies"] for row in rows if row.get("copies")}
+    write_json(out / "summary.json", {"parts": parts, "float32_copies": copies, "advice": hints})
+    print(markdown_table(shown))
+    print(markdown_table([{"part": name, "GiB per device": size} for name, size in parts.items()]))
+    for program, found in copies.items():
+        listed = ", ".join(f"{shape} {size:.2f}" for shape, size in found.items())
+        print(f"{program}: float32 copies that only a CPU makes, in the total but not needed elsewhere: {listed}")
+    print("\n".join(hints) or f"every program fits {config.room:g} GiB", flush=True)
+
+
+if __name__ == "__main__":
+    run_main(main, Config, PRESETS)

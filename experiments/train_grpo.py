@@ -147,7 +147,11 @@ class Session:
             microbatch=config.microbatch,
             updates_per_rollout=config.updates_per_rollout,
             epochs=config.epochs,
+            baseline=config.baseline,
             normalize_std=config.normalize_std,
+            overlong_buffer=config.overlong_buffer,
+            truncated=config.truncated,
+            dynamic_sampling=config.dynamic_sampling,
             recompute_logprobs=config.recompute_logprobs,
             draft_sequences=draft.online_sequences if online else 0,
         )

@@ -120,8 +120,9 @@ def test_microbatches_add_up(aggregation, sizes):
         np.testing.assert_allclose(summed[name].value, mean.value, rtol=1e-6, atol=1e-9)
 
 
-def test_shards_add_up_under_psum():
-    config = LossConfig(aggregation="sequence")
+@pytest.mark.parametrize("aggregation", ["token", "sequence"])
+def test_shards_add_up_under_psum(aggregation):
+    config = LossConfig(aggregation=aggregation)
     batch = make_batch(seed=2)
     (loss, _), _ = run(batch, config)
     mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))

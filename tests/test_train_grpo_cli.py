@@ -152,6 +152,12 @@ def test_prompts_longer_than_the_cache_are_refused(refused, models):
         ("--lenience 2 --rule ratio", "--lenience 2.0 changes the law of the responses and --loss.importance-cap is 0"),
         ("--loss-on full", "--loss-on full is not the law that responses are drawn from"),
         ("--loss.importance-cap -1", "importance_cap is -1.0; it must be a number of at least 0"),
+        ("--dynamic-sampling -1", "--dynamic-sampling is -1; it must be at least 0"),
+        ("--dynamic-sampling 2 --lag 1 --loss.importance-cap 2", "2 does not go with --lag or --rollout-mesh"),
+        ("--dynamic-sampling 2 --mesh data=1 --rollout-mesh data=1", "2 does not go with --lag or --rollout-mesh"),
+        ("--dynamic-sampling 2 --couple-epochs --task jsonl --data some.jsonl", "may bring a prompt twice in a step"),
+        ("--overlong-buffer 49", "--overlong-buffer is 49, above --max-new-tokens 48; lower it"),
+        ("--overlong-buffer 8 --shuffle-rewards", "--overlong-buffer 8 would teach lengths where --shuffle-rewards"),
         ("--optimizer.learning-rate 0", "learning_rate is 0.0; it must be a number above 0"),
         ("--loss.clip-low 0", "clip_low is 0.0"),
         ("--shape.num-kv-heads 3", "num_heads 2 is not a multiple of num_kv_heads 3"),
@@ -344,6 +350,30 @@ def test_a_run_killed_between_checkpoints_resumes_to_the_same_bits(finished, opt
     assert not (out / "policy").exists()
     run_script(monkeypatch, train_grpo, *options, "--out", out, "--resume")
     _assert_same_run(out, finished)
+
+
+DAPO = """
+    --loss.clip-low 0.2 --loss.clip-high 0.28 --no-normalize-std --dynamic-sampling 3 --overlong-buffer 4
+    --truncated mask --numerics invariant
+"""
+
+
+@pytest.mark.ci
+def test_a_dapo_run_resumes_to_the_same_bits(options, tmp_path, monkeypatch):
+    """Its batches take more prompts than it has steps for; the run without speculation takes the same."""
+    argv, whole, cut = (*options, *shlex.split(DAPO)), tmp_path / "whole", tmp_path / "cut"
+    run_script(monkeypatch, train_grpo, *argv, "--compare", "--out", whole)
+    _run_until_saved(grpo_run, 3, cut, *argv)
+    run_script(monkeypatch, train_grpo, *argv, "--out", cut, "--resume")
+    _assert_same_run(cut, whole)
+    summary = _read(whole, "summary.json")
+    assert summary["tokens_equal"]
+    assert summary["params_equal"]
+    rows, baseline = (read_metrics(folder)[1:] for folder in (whole, whole / "baseline"))
+    for name in ("sampled_groups", "dropped_groups", "surplus_groups", "sampled_tokens", "reward_shaped_mean"):
+        assert [row[name] for row in rows] == [row[name] for row in baseline]
+    assert sum(row["dropped_groups"] for row in rows) > 0
+    assert max(row["sampled_groups"] for row in rows) > 2
 
 
 @pytest.mark.ci

@@ -76,7 +76,7 @@ class DynamicSampling:
 
         A prompt of a small dataset may come again within a step; its second group is another draw.
         """
-        issued = served.issued + jnp.uint32(self.groups) * drawn.rollouts.astype(jnp.uint32)
+        issued = served.issued + self.groups * drawn.rollouts.astype(jnp.uint32)
         return replace(served, issued=issued, attempt=drawn.rollouts, control=drawn.trajectory.control)
 
     def added(self, drawn: Drawn | None, trajectory: Trajectory, rewards: Float[Array, "b"]) -> Drawn:
@@ -123,8 +123,7 @@ class DynamicSampling:
 
     def past(self, state: GrpoState, drawn: Drawn) -> GrpoState:
         """The state before the updates of a step, which count the prompts of one rollout as issued."""
-        more = (drawn.rollouts - 1).astype(jnp.uint32)
-        return replace(state, issued=state.issued + jnp.uint32(self.groups) * more)
+        return replace(state, issued=state.issued + self.groups * (drawn.rollouts - 1).astype(jnp.uint32))
 
     def metrics(self, drawn: Drawn) -> dict[str, Array]:
         """What was rolled out: `sampled_groups`, of them `dropped_groups` (no contrast) and `surplus_groups` (beyond

@@ -21,7 +21,10 @@ class HostTask(Protocol):
     """Prompts and rewards from the host."""
 
     def issue(self, step: int) -> tuple[Prompts, Any]:
-        """Prompts of a step, and what `rewards` judges by; dynamic sampling counts rollouts, not steps."""
+        """Prompts of a step, and what `rewards` judges by.
+
+        With dynamic sampling a step may take several rollouts: `step` then counts these.
+        """
 
     def rewards(self, problems: Any, trajectory: Trajectory) -> np.ndarray:
         """Reward of each response, `[b]` float32; the trajectory is on the host."""

@@ -11,9 +11,11 @@ from experiments.rollout_options import LawFlags, LawOptions, SpeculationFlags, 
 from experiments.setup import PolicyShape
 from specrl_jax.errors import InputError
 from specrl_jax.models.config import Dtype
+from specrl_jax.rl.advantages import Baseline
 from specrl_jax.rl.losses import LossConfig
 from specrl_jax.rl.microbatches import MicrobatchConfig
 from specrl_jax.rl.optimizers import OptimizerConfig
+from specrl_jax.rl.overlong import Truncated
 from specrl_jax.training.metrics import check_reporters
 
 
@@ -132,7 +134,18 @@ class Config:
     recompute_logprobs: bool = False
     loss_on: Literal["support", "full"] = "support"
     """support: log-probs of the law that was sampled, filters included; full: without top-k, top-p and min-p."""
+    baseline: Baseline = "mean"
+    """What a reward is compared with: the mean of its group, or of the others in it (RLOO)."""
     normalize_std: bool = True
+    """Divide advantages by the standard deviation of their group, as GRPO does and Dr. GRPO and RLOO do not."""
+    overlong_buffer: int = 0
+    """Tokens before --max-new-tokens in which a penalty on the reward grows to 1, which truncated responses pay in full
+    (DAPO); 0: none."""
+    truncated: Truncated = "keep"
+    """mask: the loss leaves out the tokens of truncated responses; their rewards still count in their group."""
+    dynamic_sampling: int = 0
+    """Rollouts per step at most, to fill the batch with groups whose rewards differ (DAPO); other groups are dropped.
+    0: one rollout, every group kept."""
     loss: LossConfig = LossConfig(clip_low=0.2, clip_high=0.28)
     optimizer: OptimizerConfig = OptimizerConfig(
         0.004, name="muon", warmup_steps=4, schedule="linear", adam_learning_rate=0.0002
@@ -156,6 +169,7 @@ class Config:
         check_least("", self, steps=1, scan_steps=1, prompts=1, samples=2, max_prompt_tokens=1, data_limit=1)
         check_least("", self, updates_per_rollout=1, epochs=1, history=1, most_skipped=1, measured_every=1)
         check_least("", self, eval_problems=2, eval_every=0, sample_every=0, lag=0)
+        check_least("", self, overlong_buffer=0, dynamic_sampling=0)
         if self.acceptance_floor and not 1.0 <= self.acceptance_floor < float("inf"):
             raise InputError(
                 f"--acceptance-floor is {self.acceptance_floor}; choose tokens a round from 1, or 0 for none"
@@ -190,6 +204,25 @@ class Config:
             raise InputError(f"--rollout-mesh {self.rollout_mesh} needs the rest of the devices as --mesh; give both")
         if self.couple_epochs and (self.task == "arithmetic" or self.speculation.rule != "match"):
             raise InputError("--couple-epochs needs --task jsonl, whose prompts come again, and --rule match")
+        if self.dynamic_sampling and (self.lag or self.rollout_mesh is not None):
+            raise InputError(
+                f"--dynamic-sampling {self.dynamic_sampling} does not go with --lag or --rollout-mesh, which must know "
+                "how many prompts a step takes; leave one of them out"
+            )
+        if self.dynamic_sampling and self.couple_epochs:
+            raise InputError(
+                f"--dynamic-sampling {self.dynamic_sampling} may bring a prompt twice in a step, and --couple-epochs "
+                "would give it the same responses; leave one of them out"
+            )
+        if self.overlong_buffer > self.max_new_tokens:
+            raise InputError(
+                f"--overlong-buffer is {self.overlong_buffer}, above --max-new-tokens {self.max_new_tokens}; lower it"
+            )
+        if self.overlong_buffer and self.shuffle_rewards:
+            raise InputError(
+                f"--overlong-buffer {self.overlong_buffer} would teach lengths where --shuffle-rewards must teach "
+                "nothing; leave one of them out"
+            )
         if self.drafter is not None and not self.speculation.with_head:
             raise InputError(f"--drafts {self.speculation.drafts} does not use --drafter; leave one of them out")
         if self.drafter is not None and self.policy is None:

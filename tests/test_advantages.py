@@ -5,12 +5,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from specrl_jax.rl.advantages import group_advantages, shuffle_within_groups, zero_advantage_groups
+from specrl_jax.rl.advantages import group_advantages, has_contrast, shuffle_within_groups, zero_advantage_groups
 
 pytestmark = pytest.mark.ci
 
 
-def reference_advantages(rewards, group_size, normalize_std, eps=1e-6):
+def reference_advantages(rewards, group_size, normalize_std, baseline="mean", eps=1e-6):
     """One response at a time, in float64."""
     rewards = np.asarray(rewards, np.float64)
     advantages = np.zeros_like(rewards)
@@ -19,17 +19,20 @@ def reference_advantages(rewards, group_size, normalize_std, eps=1e-6):
         mean = sum(group) / group_size
         std = (sum((r - mean) ** 2 for r in group) / (group_size - 1)) ** 0.5
         for i, reward in enumerate(group):
-            advantages[start + i] = (reward - mean) / (std + eps if normalize_std else 1.0)
+            others = [r for j, r in enumerate(group) if j != i]
+            compared = mean if baseline == "mean" else sum(others) / len(others)
+            advantages[start + i] = (reward - compared) / (std + eps if normalize_std else 1.0)
     return advantages
 
 
+@pytest.mark.parametrize("baseline", ["mean", "leave_one_out"])
 @pytest.mark.parametrize("normalize_std", [True, False])
-def test_matches_numpy(normalize_std):
+def test_matches_numpy(normalize_std, baseline):
     rewards = np.random.default_rng(0).normal(size=24).astype(np.float32)
-    advantages = jax.jit(group_advantages, static_argnames=("group_size", "normalize_std"))(
-        jnp.asarray(rewards), group_size=6, normalize_std=normalize_std
+    advantages = jax.jit(group_advantages, static_argnames=("group_size", "normalize_std", "baseline"))(
+        jnp.asarray(rewards), group_size=6, normalize_std=normalize_std, baseline=baseline
     )
-    np.testing.assert_allclose(advantages, reference_advantages(rewards, 6, normalize_std), atol=2e-6)
+    np.testing.assert_allclose(advantages, reference_advantages(rewards, 6, normalize_std, baseline), atol=2e-6)
 
 
 def test_known_values():
@@ -40,6 +43,9 @@ def test_known_values():
     np.testing.assert_allclose(
         group_advantages(jnp.float32([1, 2, 3, 4, 5, 6]), 3, eps=0.0), [-1, 0, 1, -1, 0, 1], atol=1e-6
     )
+    # RLOO: 1 against the mean of 2 and 3, and so on.
+    left_out = group_advantages(jnp.float32([1, 2, 3, 4, 5, 6]), 3, baseline="leave_one_out", normalize_std=False)
+    np.testing.assert_allclose(left_out, [-1.5, 0, 1.5, -1.5, 0, 1.5], atol=1e-6)
 
 
 def test_groups_do_not_mix():
@@ -52,6 +58,9 @@ def test_groups_without_contrast_are_zero_and_counted():
     # In float32 the mean of three times 0.1 is not 0.1; divided by eps the rest would be an advantage.
     rewards = jnp.float32([0.1] * 3 + [0, 0, 1] + [1, 1, 1])
     advantages = group_advantages(rewards, 3, eps=0.0)
+    left_out = group_advantages(rewards, 3, baseline="leave_one_out", normalize_std=False)
+    np.testing.assert_array_equal(left_out == 0.0, advantages == 0.0)
+    assert has_contrast(rewards, 3).tolist() == [False, True, False]
     assert np.all(np.asarray(advantages)[[0, 1, 2, 6, 7, 8]] == 0.0)
     assert np.all(np.asarray(advantages)[3:6] != 0.0)
     assert int(zero_advantage_groups(rewards, 3)) == 2

@@ -152,6 +152,12 @@ def test_prompts_longer_than_the_cache_are_refused(refused, models):
         ("--lenience 2 --rule ratio", "--lenience 2.0 changes the law of the responses and --loss.importance-cap is 0"),
         ("--loss-on full", "--loss-on full is not the law that responses are drawn from"),
         ("--loss.importance-cap -1", "importance_cap is -1.0; it must be a number of at least 0"),
+        ("--dynamic-sampling -1", "--dynamic-sampling is -1; it must be at least 0"),
+        ("--dynamic-sampling 2 --lag 1 --loss.importance-cap 2", "2 does not go with --lag or --rollout-mesh"),
+        ("--dynamic-sampling 2 --mesh data=1 --rollout-mesh data=1", "2 does not go with --lag or --rollout-mesh"),
+        ("--dynamic-sampling 2 --couple-epochs --task jsonl --data some.jsonl", "may bring a prompt twice in a step"),
+        ("--overlong-buffer 49", "--overlong-buffer is 49, above --max-new-tokens 48; lower it"),
+        ("--overlong-buffer 8 --shuffle-rewards", "--overlong-buffer 8 would teach lengths where --shuffle-rewards"),
         ("--optimizer.learning-rate 0", "learning_rate is 0.0; it must be a number above 0"),
         ("--loss.clip-low 0", "clip_low is 0.0"),
         ("--shape.num-kv-heads 3", "num_heads 2 is not a multiple of num_kv_heads 3"),
@@ -288,6 +294,11 @@ def odd_length(response, example):
     return float(len(response) % 2)
 
 
+def odd_length_of_some(response, example):
+    """The same, of every other prompt."""
+    return float(len(response) % 2 * (example.row_id % 2))
+
+
 @pytest.fixture(scope="module")
 def programs_are_kept(tmp_path_factory):
     """Programs compiled by one run are found by the next, as outside of tests."""
@@ -344,6 +355,28 @@ def test_a_run_killed_between_checkpoints_resumes_to_the_same_bits(finished, opt
     assert not (out / "policy").exists()
     run_script(monkeypatch, train_grpo, *options, "--out", out, "--resume")
     _assert_same_run(out, finished)
+
+
+DAPO = """
+    --loss.clip-low 0.2 --loss.clip-high 0.28 --no-normalize-std --dynamic-sampling 3 --overlong-buffer 4
+    --truncated mask
+"""
+
+
+@pytest.mark.ci
+def test_a_dapo_run_resumes_to_the_same_bits(options, tmp_path, monkeypatch):
+    """Half of the prompts teach nothing, so that the steps take more of them than the batches hold."""
+    argv, whole, cut = [*options, *shlex.split(DAPO)], tmp_path / "whole", tmp_path / "cut"
+    argv[argv.index("--reward") + 1] = f"{__name__}:odd_length_of_some"
+    run_script(monkeypatch, train_grpo, *argv, "--out", whole)
+    _run_until_saved(grpo_run, 3, cut, *argv)
+    run_script(monkeypatch, train_grpo, *argv, "--out", cut, "--resume")
+    _assert_same_run(cut, whole)
+    rows, resumed = (read_metrics(folder)[1:] for folder in (whole, cut))
+    for name in ("sampled_groups", "dropped_groups", "surplus_groups", "sampled_tokens", "reward_shaped_mean"):
+        assert [row[name] for row in rows] == [row[name] for row in resumed]
+    assert sum(row["dropped_groups"] for row in rows) > 0
+    assert max(row["sampled_groups"] for row in rows) > 2
 
 
 @pytest.mark.ci

@@ -46,8 +46,8 @@ DAPO: dict[str, Any] = {
     "eval_every": 10,
 }
 """DAPO (arXiv 2503.14476) on its mathematics, with what NVIDIA's run is known to have had (arXiv 2604.26779): 64
-prompts of 16 responses, learning rate 1e-6 after 10 steps, weight decay 0.1, no KL penalty, token mean, k = 3; the context is
-that of DAPO."""
+prompts of 16 responses, learning rate 1e-6 after 10 steps, weight decay 0.1, no KL penalty, token mean,
+k = 3; the context is that of DAPO."""
 
 REDUCED: dict[str, Any] = {
     "mesh": "data=1,fsdp=2,tensor=1",

@@ -1,7 +1,7 @@
 """Qwen3-8B-Base from zero on DAPO-Math-17k, judged by AIME-2024, on eight GPUs.
 
     python -m experiments.recipes.qwen3_8b_base_rl_zero   # an EAGLE-3 head from the policy's own answers
-    python -m experiments.recipes.qwen3_8b_base_rl_zero --preset block --drafter FOLDER   # or a block drafter of your own
+    python -m experiments.recipes.qwen3_8b_base_rl_zero --preset block --drafter FOLDER   # or your block drafter
 
 No public head was made for the base policy, so the run first trains one on the policy's responses to prompts of the run
 (the initialisation that NVIDIA found best), for 2,048 prompts of 4 responses. A block drafter for it comes from

@@ -3,11 +3,14 @@
 Rewards `[b]` are group-major: entry `g * group_size + i` is response `i` to prompt `g`.
 """
 
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, UInt32
+
+Baseline = Literal["mean", "leave_one_out"]
+"""What a reward is compared with: the mean of its group, or of the others in it."""
 
 
 def _grouped(rewards: Float[Array, "b"], group_size: int) -> Float[Array, "g i"]:
@@ -16,14 +19,25 @@ def _grouped(rewards: Float[Array, "b"], group_size: int) -> Float[Array, "g i"]
     return rewards.reshape(-1, group_size)
 
 
-def _without_contrast(grouped: Float[Array, "g i"]) -> Bool[Array, "g"]:
-    return jnp.max(grouped, axis=1) == jnp.min(grouped, axis=1)
+def has_contrast(rewards: Float[Array, "b"], group_size: int) -> Bool[Array, "g"]:
+    """Groups whose rewards are not all equal: only they teach something."""
+    grouped = _grouped(rewards, group_size)
+    return jnp.max(grouped, axis=1) > jnp.min(grouped, axis=1)
 
 
 def group_advantages(
-    rewards: Float[Array, "b"], group_size: int, *, normalize_std: bool = True, eps: float = 1e-6
+    rewards: Float[Array, "b"],
+    group_size: int,
+    *,
+    baseline: Baseline = "mean",
+    normalize_std: bool = True,
+    eps: float = 1e-6,
 ) -> Float[Array, "b"]:
     """Advantages of GRPO (Shao et al., arXiv 2402.03300): `(R - mean) / (std + eps)` within each group.
+
+    With the baseline "leave_one_out" a reward is compared with the mean of the others, which makes it
+    `group_size / (group_size - 1) * (R - mean)`; without the division by the standard deviation that is
+    RLOO (Ahmadian et al., arXiv 2402.14740, section 2), whose gradient is unbiased.
 
     The standard deviation is the unbiased one (divisor `group_size - 1`), as in TRL, verl
     and tunix. A group whose rewards are all equal gets exact zeros, whatever the rounding
@@ -32,19 +46,23 @@ def group_advantages(
     Args:
         rewards: group-major.
         group_size: responses per prompt, at least 2.
-        normalize_std: False leaves out the division: Dr. GRPO (Liu et al., arXiv 2503.20783).
+        baseline: mean of the group, or of the others in it.
+        normalize_std: False leaves out the division, whatever the baseline: Dr. GRPO (Liu et al.,
+            arXiv 2503.20783) with the mean, RLOO without the response itself.
         eps: added to the standard deviation.
     """
     grouped = _grouped(rewards, group_size)
     advantages = grouped - jnp.mean(grouped, axis=1, keepdims=True)
+    if baseline == "leave_one_out":
+        advantages = advantages * (group_size / (group_size - 1))
     if normalize_std:
         advantages = advantages / (jnp.std(grouped, axis=1, ddof=1, keepdims=True) + eps)
-    return jnp.where(_without_contrast(grouped)[:, None], 0.0, advantages).reshape(-1)
+    return jnp.where(has_contrast(rewards, group_size)[:, None], advantages, 0.0).reshape(-1)
 
 
 def zero_advantage_groups(rewards: Float[Array, "b"], group_size: int) -> Int[Array, ""]:
     """Number of groups whose rewards are all equal: they teach nothing."""
-    return jnp.sum(_without_contrast(_grouped(rewards, group_size)), dtype=jnp.int32)
+    return jnp.sum(~has_contrast(rewards, group_size), dtype=jnp.int32)
 
 
 def shuffle_within_groups(

@@ -15,7 +15,7 @@ same bits.
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_args
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +24,7 @@ from flax import struct
 from jax import lax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
-from jaxtyping import Array, Float, Int, UInt32
+from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from specrl_jax.data.prompts import Prompts
 from specrl_jax.drafters.combined import head_of, history_of, with_head, with_history
@@ -35,11 +35,12 @@ from specrl_jax.errors import InputError
 from specrl_jax.models.numerics import isolated, opaque_int
 from specrl_jax.models.params import PolicyParams
 from specrl_jax.parallel.sharding import ROWS, Layout, over_mesh, replicated, sum_over_rows
-from specrl_jax.rl.advantages import group_advantages, zero_advantage_groups
+from specrl_jax.rl.advantages import Baseline, group_advantages, has_contrast, zero_advantage_groups
 from specrl_jax.rl.drafting import DraftExamples, DraftTraining
 from specrl_jax.rl.losses import LossConfig, loss_denominator, policy_loss
 from specrl_jax.rl.microbatches import MicrobatchConfig, over_microbatches, slots
 from specrl_jax.rl.optimizers import OptimizerConfig, apply_gradients, make_optimizer, skipped_updates
+from specrl_jax.rl.overlong import Truncated, overlong_penalty
 from specrl_jax.rl.scoring import Scorer
 from specrl_jax.rollout.control import Control, merge
 from specrl_jax.rollout.engine import RolloutEngine
@@ -55,7 +56,14 @@ class UpdateConfig:
     microbatch: sequences per gradient accumulation step, per device.
     updates_per_rollout: disjoint minibatches of groups, each with an optimizer step.
     epochs: passes over them.
-    normalize_std: divide advantages by the group's standard deviation.
+    baseline, normalize_std: of the advantages (`rl/advantages.py`).
+    overlong_buffer: tokens before the most there may be in which a penalty joins the reward (`rl/overlong.py`), 0
+        for none.
+    truncated: "mask" leaves the tokens of truncated responses out of the loss and its denominator (overlong filtering
+        of DAPO). Their rewards count in the baseline of their group all the same: they are draws of the policy like
+        the others, and a baseline of those that ended would not be its mean.
+    dynamic_sampling: rollouts per step at most, to fill the batch with groups whose rewards differ
+        (`rl/dynamic_sampling.py`); the other groups then are no part of the loss and its denominator. 0 keeps them.
     recompute_logprobs: take old log-probs from a training forward instead of the rollout.
     draft_sequences: sequences per microbatch that also train the draft head, 0 for none.
     draft_microbatches: microbatches of an update that leave such sequences, spread evenly over their lengths; what they
@@ -67,7 +75,11 @@ class UpdateConfig:
     microbatch: MicrobatchConfig
     updates_per_rollout: int = 1
     epochs: int = 1
+    baseline: Baseline = "mean"
     normalize_std: bool = True
+    overlong_buffer: int = 0
+    truncated: Truncated = "keep"
+    dynamic_sampling: int = 0
     recompute_logprobs: bool = False
     draft_sequences: int = 0
     draft_microbatches: int = 0
@@ -76,6 +88,12 @@ class UpdateConfig:
         for name in ("updates_per_rollout", "epochs"):
             if getattr(self, name) < 1:
                 raise InputError(f"update {name} is {getattr(self, name)}; it must be at least 1")
+        for name in ("overlong_buffer", "dynamic_sampling"):
+            if getattr(self, name) < 0:
+                raise InputError(f"update {name} is {getattr(self, name)}; it must be at least 0 (none)")
+        for name, choices in (("baseline", get_args(Baseline)), ("truncated", get_args(Truncated))):
+            if getattr(self, name) not in choices:
+                raise InputError(f"update {name} is {getattr(self, name)!r}; choose {' or '.join(choices)}")
         if not 0 <= self.draft_sequences <= self.microbatch.rows:
             raise InputError(
                 f"update draft_sequences is {self.draft_sequences}; choose 0 to {self.microbatch.rows}, the microbatch"
@@ -96,7 +114,7 @@ class GrpoState:
     draft, draft_opt_state: the drafter's parameters (head, earlier responses, both or None), and the head's optimizer.
     reference: the policy of the KL penalty, or None.
     updates: optimizer steps of the policy so far; part of the noise key of the next rollout.
-    issued: prompts that it has learned from so far, the global problem counter.
+    issued: prompts that it has learned from so far, or dropped, the global problem counter.
     control: the draft-length controller, its cost table included; None where the draft length is fixed.
     """
 
@@ -117,6 +135,7 @@ class RolloutState:
     params, draft: policy and drafter in a rollout's layout.
     updates: optimizer steps of that policy so far, its version.
     behind: optimizer steps that it lacks of the policy that will learn from the rollout; 0 in a synchronous run.
+    attempt: rollouts of the same step before this one.
     issued: prompts issued before.
     control: as in `GrpoState`.
     """
@@ -125,6 +144,7 @@ class RolloutState:
     draft: Any
     updates: Int[Array, ""]
     behind: Int[Array, ""]
+    attempt: Int[Array, ""]
     issued: Array
     control: Control | None = None
 
@@ -135,11 +155,20 @@ Prepared = tuple[Sequences, Float[Array, "b t"] | None]
 
 @struct.dataclass
 class Minibatch:
-    """Sequences with what the loss reads besides the policy."""
+    """Sequences with what the loss reads besides the policy.
+
+    counted: sequences whose tokens are part of the loss; the draft head learns from the others too.
+    """
 
     sequences: Sequences
+    counted: Bool[Array, "b"]
     advantages: Float[Array, "b"]
     ref_log_probs: Float[Array, "b t"] | None
+
+    @property
+    def mask(self) -> Bool[Array, "b t"]:
+        """Tokens of the loss."""
+        return self.sequences.mask & self.counted[:, None]
 
 
 @dataclass(frozen=True)
@@ -165,6 +194,14 @@ class GrpoStep:
                 "couple_epochs belongs to match verification: other rules would judge a response "
                 "by the very coins that made it; leave it out"
             )
+        if self.couple_epochs and self.update_config.dynamic_sampling:
+            raise InputError(
+                "couple_epochs gives a prompt one noise whenever it comes, and dynamic_sampling may bring it twice "
+                "in a step; leave one of them out"
+            )
+        buffer, longest = self.update_config.overlong_buffer, self.engine.config.max_new_tokens
+        if buffer > longest:
+            raise InputError(f"overlong_buffer is {buffer}, above max_new_tokens {longest}; lower it")
         if not exact and self.update_config.loss.importance_cap == 0:
             raise InputError(
                 "lenience changes the law of the responses; correct for it with loss importance_cap (2 is usual)"
@@ -211,7 +248,7 @@ class GrpoStep:
         samples = jnp.tile(jnp.arange(self.samples, dtype=jnp.int32), prompts.tokens.shape[0])
         row_ids = jnp.repeat(prompts.row_ids, self.samples)
         update = jnp.int32(0) if self.couple_epochs else state.updates + state.behind
-        return sequence_keys(self.seed, "rollout", update, row_ids, samples)
+        return sequence_keys(self.seed, "rollout", update, row_ids, samples, state.attempt)
 
     def rollout(self, state: RolloutState, prompts: Prompts) -> Trajectory:
         """Responses to the prompts of this device; speculation counts are summed over the mesh."""
@@ -245,12 +282,11 @@ class GrpoStep:
 
         def loss(params: PolicyParams) -> tuple[Array, tuple[Any, Any]]:
             scores = self.scorer.score(params, micro.sequences, boundaries)
-            mask = micro.sequences.mask
             value, metrics = policy_loss(
                 scores.log_probs,
                 micro.sequences.log_probs,
                 micro.advantages,
-                mask,
+                micro.mask,
                 self.update_config.loss,
                 micro.ref_log_probs,
                 denominator,
@@ -271,16 +307,40 @@ class GrpoStep:
     ) -> tuple[Minibatch, Any, dict[str, Array], dict[str, Array]]:
         """What the updates read; room for the draft head's examples of all of them; zero metrics; those of rewards."""
         sequences, ref_log_probs = prepared
-        advantages = isolated(
-            lambda r: group_advantages(r, self.samples, normalize_std=self.update_config.normalize_std), rewards
-        )
-        whole, config = Minibatch(sequences, advantages, ref_log_probs), self.update_config
+        shaped, advantages = isolated(self._credit, rewards, trajectory.lengths, trajectory.ended)
+        counted = self._counted(trajectory, rewards)
+        whole, config = Minibatch(sequences, counted, advantages, ref_log_probs), self.update_config
         micro = jax.tree.map(lambda x: x[: config.microbatch.rows], whole)
         (_, _, means), left = jax.eval_shape(self._gradients, params, micro, jnp.float32(1.0))
         metrics = {name: jnp.float32(0.0) for name in (*means, "loss", "grad_norm", "padding_fraction")}
         count = config.updates_per_rollout * config.leaving(rewards.shape[0] // config.updates_per_rollout)
         room = jax.tree.map(lambda s: jnp.zeros((count * s.shape[0], *s.shape[1:]), s.dtype), left)
-        return whole, room, metrics, self._reward_metrics(trajectory, rewards)
+        return whole, room, metrics, self._reward_metrics(trajectory, rewards, shaped)
+
+    def _credit(
+        self, rewards: Float[Array, "b"], lengths: Int[Array, "b"], ended: Bool[Array, "b"]
+    ) -> tuple[Float[Array, "b"], Float[Array, "b"]]:
+        """Rewards with the overlong penalty, and advantages."""
+        config = self.update_config
+        if config.overlong_buffer:
+            longest = self.engine.config.max_new_tokens
+            rewards = rewards + overlong_penalty(lengths, ended, longest, config.overlong_buffer)
+        advantages = group_advantages(
+            rewards, self.samples, baseline=config.baseline, normalize_std=config.normalize_std
+        )
+        return rewards, advantages
+
+    def _counted(self, trajectory: Trajectory, rewards: Float[Array, "b"]) -> Bool[Array, "b"]:
+        """Responses whose tokens are part of the loss.
+
+        Whether a group is dropped is decided by the task's rewards alone (DAPO, eq. 11).
+        """
+        counted = jnp.ones_like(trajectory.ended)
+        if self.update_config.truncated == "mask":
+            counted &= trajectory.ended
+        if self.update_config.dynamic_sampling:
+            counted &= jnp.repeat(has_contrast(rewards, self.samples), self.samples)
+        return counted
 
     def _summed_gradients(
         self, params: PolicyParams, whole: Minibatch, left: Any, i: Int[Array, ""]
@@ -289,7 +349,7 @@ class GrpoStep:
         part = i % self.update_config.updates_per_rollout
         size = whole.advantages.shape[0] // self.update_config.updates_per_rollout
         mini = jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, part * size, size), whole)
-        denominator = sum_over_rows(loss_denominator(mini.sequences.mask, self.update_config.loss))
+        denominator = sum_over_rows(loss_denominator(mini.mask, self.update_config.loss))
         sums, new_left = over_microbatches(
             lambda params, micro: self._gradients(params, micro, denominator),
             params,
@@ -367,14 +427,19 @@ class GrpoStep:
         newest = (trajectory.prompts.row_ids, trajectory.tokens, trajectory.lengths)
         return with_history(draft, remember(history, *lax.with_sharding_constraint(newest, replicated(mesh))))
 
-    def _reward_metrics(self, trajectory: Trajectory, rewards: Float[Array, "b"]) -> dict[str, Array]:
+    def _reward_metrics(
+        self, trajectory: Trajectory, rewards: Float[Array, "b"], shaped: Float[Array, "b"]
+    ) -> dict[str, Array]:
         """Means over the whole batch of what the rollout earned."""
         sums = {
             "reward_mean": jnp.sum(rewards),
             "truncated_fraction": jnp.sum(~trajectory.ended, dtype=jnp.float32),
             "response_length": jnp.sum(trajectory.lengths, dtype=jnp.float32),
-            "zero_advantage_groups": zero_advantage_groups(rewards, self.samples).astype(jnp.float32),
+            "zero_advantage_groups": zero_advantage_groups(shaped, self.samples).astype(jnp.float32),
         }
+        if self.update_config.overlong_buffer:
+            sums["reward_shaped_mean"] = jnp.sum(shaped)
+            sums["overlong_fraction"] = jnp.sum(shaped < rewards, dtype=jnp.float32)
         count = jnp.float32(rewards.shape[0])
         sums, count = sum_over_rows((sums, count))
         groups = sums.pop("zero_advantage_groups")

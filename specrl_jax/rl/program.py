@@ -23,6 +23,7 @@ from specrl_jax.errors import InputError
 from specrl_jax.parallel.sharding import ROWS, Layout, check_splits, over_mesh, replicated, row_devices
 from specrl_jax.rl.advantages import shuffle_within_groups
 from specrl_jax.rl.drafting import DraftExamples
+from specrl_jax.rl.dynamic_sampling import Drawn, DynamicSampling
 from specrl_jax.rl.grpo import GrpoState, GrpoStep, RolloutState
 from specrl_jax.rl.microbatches import check_microbatch
 from specrl_jax.rl.tasks import InGraphTask, for_every_sample
@@ -129,7 +130,8 @@ class GrpoProgram:
             if weights is not None:
                 draft = with_head(draft, self._head_layout.gather(weights))
             params = self._policy_layout.gather(state.params)
-            return RolloutState(params, draft, state.updates, jnp.int32(0), state.issued, state.control)
+            none = jnp.int32(0)
+            return RolloutState(params, draft, state.updates, none, none, state.issued, state.control)
 
         return jax.jit(run)
 
@@ -161,14 +163,28 @@ class GrpoProgram:
         key = jax.random.fold_in(jax.random.key(self.step.seed), state.updates + state.behind)
         return shuffle_within_groups(rewards, self.step.samples, key, trajectory.prompts.row_ids)
 
+    @cached_property
+    def dynamic_sampling(self) -> DynamicSampling | None:
+        """How the batch of a step is filled; None where it is one rollout."""
+        most = self.step.update_config.dynamic_sampling
+        return DynamicSampling(most, self.groups, self.step.samples, self.mesh) if most else None
+
+    def _sample(self, served: RolloutState) -> tuple[Trajectory, Array]:
+        prompts, problems = self.issue(served)
+        trajectory = self.rollout(served, prompts)
+        return trajectory, self.reward(served, problems, trajectory)
+
     def _one_step(self, state: GrpoState, _: None) -> tuple[GrpoState, tuple[Any, Trajectory, Array]]:
-        rollout_state = self.gather(state)
-        prompts, problems = self.issue(rollout_state)
-        trajectory = self.rollout(rollout_state, prompts)
-        rewards = self.reward(rollout_state, problems, trajectory)
+        served, sampled = self.gather(state), dict[str, Array]()
+        if self.dynamic_sampling is None:
+            trajectory, rewards = self._sample(served)
+        else:
+            drawn = self.dynamic_sampling.filled(self._sample, served)
+            trajectory, rewards = drawn.trajectory, drawn.rewards
+            state, sampled = self.dynamic_sampling.past(state, drawn), self.dynamic_sampling.metrics(drawn)
         state, metrics, examples = self.update(state, trajectory, self.prepare(state, trajectory), rewards)
         state, draft_metrics = self.update_drafter(state, trajectory, examples)
-        return state, (metrics | draft_metrics, trajectory, rewards)
+        return state, (metrics | draft_metrics | sampled, trajectory, rewards)
 
     def scanned(self, steps: int) -> Any:
         """`steps` whole steps in one program: `state -> (state, (metrics, trajectories, rewards))`, steps first.
@@ -214,6 +230,12 @@ class GrpoProgram:
         """Rewards from the host as they are given to the responses."""
         specs = (P(), trajectory_specs(P(ROWS)), P(ROWS))
         return self._on_rows(self._handed_out, specs, P(ROWS))
+
+    @cached_property
+    def add(self) -> Callable[[Drawn | None, Trajectory, Float[Array, "b"]], Drawn]:
+        """The batch of dynamic sampling with one more rollout."""
+        assert self.dynamic_sampling is not None
+        return jax.jit(self.dynamic_sampling.added)
 
     @cached_property
     def prepare(self) -> Callable[[GrpoState, Trajectory], Any]:

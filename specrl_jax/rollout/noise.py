@@ -26,7 +26,7 @@ def sequence_keys(
     update: int | Int[Array, ""],
     row_ids: UInt32[Array, "b"],
     samples: Int[Array, "b"],
-    attempt: int = 0,
+    attempt: int | Int[Array, ""] = 0,
 ) -> UInt32[Array, "b 2"]:
     """Noise keys of sequences.
 

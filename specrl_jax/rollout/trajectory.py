@@ -1,7 +1,9 @@
 """What a rollout returns, and the sequences that training reads."""
 
+import dataclasses
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from flax import struct
 from jax.sharding import PartitionSpec as P
@@ -40,6 +42,16 @@ class RolloutStats:
     stalled: Int[Array, ""]
     peak_pages: Int[Array, ""]
     peak_tokens: Int[Array, ""]
+
+
+def both_stats(one: RolloutStats, other: RolloutStats) -> RolloutStats:
+    """Counts of two rollouts, one after the other."""
+    total = jax.tree.map(jnp.add, one, other)
+    return dataclasses.replace(
+        total,
+        peak_pages=jnp.maximum(one.peak_pages, other.peak_pages),
+        peak_tokens=jnp.maximum(one.peak_tokens, other.peak_tokens),
+    )
 
 
 @struct.dataclass

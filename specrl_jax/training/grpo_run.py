@@ -145,7 +145,7 @@ class GrpoRun:
                 for i, row in enumerate(rows):
                     last = jax.tree.map(lambda x, i=i: x[i], trajectories)
                     step = done - count + i + 1
-                    row |= response_metrics(last) | self._what_differs()
+                    row |= response_metrics(last, *_rolled_out(row, last)) | self._what_differs()
                     log.append(last)
                     writer.write(step, row)
                     self.on_step(step, row, last, rewards[i])
@@ -181,6 +181,11 @@ class GrpoRun:
                 raise InputError(
                     f"the meshes of rollouts and training share {len(both)} devices; give them none or all"
                 )
+        if self.program.dynamic_sampling is not None:
+            raise InputError(
+                f"dynamic_sampling is {self.program.dynamic_sampling.most} and rollouts run ahead or apart, which must "
+                "know how many prompts a step takes; leave one of them out"
+            )
         cap = self.program.step.update_config.loss.importance_cap
         if config.lag and not cap:
             raise InputError(
@@ -248,7 +253,8 @@ class GrpoRun:
         metrics, trajectories, rewards = to_host(outputs)
         rows = [{name: plain(value[i]) for name, value in metrics.items()} for i in range(count)]
         for i, row in enumerate(rows):
-            tokens = int(trajectories.lengths[i].sum())
+            own = jax.tree.map(lambda x, i=i: x[i], trajectories)
+            tokens = _rolled_out(row, own)[1]
             row |= {"timing": "scanned", "time_step_s": seconds, "tokens_per_second_step": tokens / seconds}
         return state, rows, trajectories, rewards
 
@@ -263,22 +269,31 @@ class GrpoRun:
         program, clock = self._now, Clock()
         pieces = StepPieces(program, self.host_task)
         served = clock("time_weight_sync_s", program.gather, state)
-        prompts, problems = pieces.issue(clock, served, step)
-        trajectory = clock("time_rollout_s", program.rollout, served, prompts)
-        host = to_host(trajectory)
-        judged = pieces.judge(clock, problems, host)
-        rewards = pieces.rewards(clock, served, problems, trajectory, judged)
-        state, row = pieces.learn(clock, state, trajectory, rewards)
+        sampled, figures = pieces.sample(clock, served, step), dict[str, Any]()
+        if program.dynamic_sampling is not None and sampled.drawn is not None:
+            figures = program.dynamic_sampling.metrics(sampled.drawn)
+            state = program.dynamic_sampling.past(state, sampled.drawn)
+        state, row = pieces.learn(clock, state, sampled.trajectory, sampled.rewards)
+        row |= {name: plain(value) for name, value in figures.items()}
         times = clock.seconds | {"time_step_s": sum(clock.seconds.values())}
         # Prefill is part of the rollout; alone it is timed beside the step.
-        clock("time_prefill_s", program.prefill, served, prompts)
+        for read in sampled.rollouts:
+            clock("time_prefill_s", program.prefill, *read)
         times["time_prefill_s"] = clock.seconds["time_prefill_s"]
         row |= times | {
             "timing": "measured",
             "rollout_share": times["time_rollout_s"] / times["time_step_s"],
-            "tokens_per_second": int(host.lengths.sum()) / times["time_rollout_s"],
+            "tokens_per_second": _rolled_out(row, sampled.host)[1] / times["time_rollout_s"],
         }
-        return state, row, host, to_host(rewards)
+        return state, row, sampled.host, to_host(sampled.rewards)
+
+
+def _rolled_out(row: Mapping[str, Any], batch: Trajectory) -> tuple[int, int]:
+    """Responses and tokens that a step rolled out; with dynamic sampling the batch is only part of them."""
+    responses = len(batch.lengths)
+    if "sampled_groups" not in row:
+        return responses, int(batch.lengths.sum())
+    return int(row["sampled_groups"]) * responses // len(batch.prompts.lengths), int(row["sampled_tokens"])
 
 
 def _one_by_one(

@@ -10,7 +10,8 @@ import numpy as np
 from jax.stages import Compiled, Lowered
 
 from specrl_jax.data.prompts import Prompts
-from specrl_jax.parallel.hosts import of_first
+from specrl_jax.parallel.hosts import of_first, to_host
+from specrl_jax.rl.dynamic_sampling import Drawn
 from specrl_jax.rl.grpo import GrpoState, RolloutState
 from specrl_jax.rl.program import GrpoProgram
 from specrl_jax.rollout.trajectory import Trajectory
@@ -21,7 +22,10 @@ class HostTask(Protocol):
     """Prompts and rewards from the host."""
 
     def issue(self, step: int) -> tuple[Prompts, Any]:
-        """Prompts of a step, and what `rewards` judges by."""
+        """Prompts of a step, and what `rewards` judges by.
+
+        With dynamic sampling a step may take several rollouts: `step` then counts these.
+        """
 
     def rewards(self, problems: Any, trajectory: Trajectory) -> np.ndarray:
         """Reward of each response, `[b]` float32; the trajectory is on the host."""
@@ -43,6 +47,21 @@ class Clock:
     def add(self, name: str, start: float) -> None:
         """Count the time since `start` as `name`."""
         self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
+
+
+@dataclass(frozen=True)
+class Sampled:
+    """The batch of a step.
+
+    trajectory, rewards: on the device. host: the trajectory on the host.
+    rollouts: what each of them read. drawn: what dynamic sampling drew, None without it.
+    """
+
+    trajectory: Trajectory
+    rewards: Any
+    host: Trajectory
+    rollouts: list[tuple[RolloutState, Prompts]]
+    drawn: Drawn | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -81,6 +100,27 @@ class StepPieces:
         # A judge may have a clock: what it says to the first process counts for all.
         return clock("time_reward_s", self.program.hand_out, served, trajectory, of_first(judged))
 
+    def sample(self, clock: Clock, served: RolloutState, step: int) -> Sampled:
+        """The batch of a step."""
+        dynamic = self.program.dynamic_sampling
+        if dynamic is None:
+            return self._sample(clock, served, step)
+        drawn, rollouts = None, list[tuple[RolloutState, Prompts]]()
+        while drawn is None or dynamic.goes_on(drawn):
+            own = served if drawn is None else dynamic.upcoming(served, drawn)
+            one = self._sample(clock, own, int(to_host(own.issued)) // self.program.groups)
+            rollouts += one.rollouts
+            drawn = clock("time_data_s", self.program.add, drawn, one.trajectory, one.rewards)
+        return Sampled(drawn.trajectory, drawn.rewards, to_host(drawn.trajectory), rollouts, drawn)
+
+    def _sample(self, clock: Clock, served: RolloutState, position: int) -> Sampled:
+        prompts, problems = self.issue(clock, served, position)
+        trajectory = clock("time_rollout_s", self.program.rollout, served, prompts)
+        host = to_host(trajectory)
+        judged = self.judge(clock, problems, host)
+        rewards = self.rewards(clock, served, problems, trajectory, judged)
+        return Sampled(trajectory, rewards, host, [(served, prompts)])
+
     def learn(
         self, clock: Clock, state: GrpoState, trajectory: Trajectory, rewards: Any
     ) -> tuple[GrpoState, dict[str, Any]]:
@@ -110,6 +150,10 @@ class StepPieces:
         else:
             judged = np.zeros(trajectory.lengths.shape, np.float32)
             reward, rewards = rehearsed(program.hand_out, served, trajectory, judged)
+        if program.dynamic_sampling is not None:
+            _, drawn = rehearsed(program.add, None, trajectory, rewards)
+            _, drawn = rehearsed(program.add, drawn, trajectory, rewards)
+            trajectory, rewards = drawn.trajectory, drawn.rewards
         prepare, prepared = rehearsed(program.prepare, state, trajectory)
         learn = program.to_update(state, trajectory, prepared, rewards)
         update, (after, _, examples) = rehearsed(program.compiled_update, *learn)

@@ -45,18 +45,24 @@ def acceptance_interval(stats: RolloutStats) -> tuple[float, float]:
     return 1.0 + float(mean), 1.96 * float(np.sqrt(variance / rounds))
 
 
-def response_metrics(trajectory: Trajectory) -> dict[str, Any]:
-    """Lengths in tokens, entropy in nats per token, and speculation, of a trajectory on the host."""
+def response_metrics(
+    trajectory: Trajectory, responses: int | None = None, response_tokens: int | None = None
+) -> dict[str, Any]:
+    """Lengths in tokens, entropy in nats per token, and speculation, of a trajectory on the host.
+
+    `responses` and their tokens: what entropy and speculation are counted over, where that is more than the trajectory.
+    """
     lengths = np.asarray(trajectory.lengths)
     ended = lengths[np.asarray(trajectory.ended)]
     tokens = int(lengths.sum())
+    over, of_tokens = responses or len(lengths), response_tokens or tokens
     figures = {
         "response_tokens": tokens,
         "response_length_median": float(np.median(lengths)),
         "response_length_p99_ended": float(np.percentile(ended, 99)) if len(ended) else 0.0,
         "truncated_fraction": float(1.0 - np.mean(trajectory.ended)),
-        "entropy": float(trajectory.entropy_sum) / max(tokens, 1),
-        "policy_forwards_per_sequence": int(trajectory.stats.steps) / max(len(lengths), 1),
+        "entropy": float(trajectory.entropy_sum) / max(of_tokens, 1),
+        "policy_forwards_per_sequence": int(trajectory.stats.steps) / max(over, 1),
     }
     return figures | speculation_metrics(trajectory.stats)
 

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from echo_pair import make_echo
 from safetensors.numpy import load_file, save_file
 from scripts import refusal, run_script, write_models
 from tiny_pair import HEAD, POLICY, VOCAB, make_pair
@@ -133,21 +134,26 @@ def test_a_tokenizer_other_than_the_head_s_is_named(pair, tmp_path):
 
 
 @pytest.mark.parametrize("stops", [False, True])
-def test_positions_that_stop_at_2048_are_named(pair, tmp_path, monkeypatch, stops):
+def test_positions_that_stop_at_2048_are_named(tmp_path, monkeypatch, stops):
     """As with a table of angles that ends where config.json says, whose last row serves all beyond."""
-    folder = Path(shutil.copytree(pair.folder / "drafter", tmp_path / "drafter"))
-    edited_config(folder, max_position_embeddings=2048)
-    drafter, draft = load_drafter(folder, pair.model.policy)
-    angles, last = eagle3_layer.rope_angles, drafter.config.max_position_embeddings - 1
+    make_echo(tmp_path, train_bpe([text for texts in TEXTS for text in texts], VOCAB), stops=2048)
+    config = replace(config_of(tmp_path / "policy", tmp_path / "drafter"), rows=2)
+    model = open_model(config.model, config.run, 32)
+    angles, last = eagle3_layer.rope_angles, model.drafter.config.max_position_embeddings - 1
     if stops:
         monkeypatch.setattr(eagle3_layer, "rope_angles", lambda p, *a: angles(jnp.minimum(p, last), *a))
     jax.clear_caches()
-    rows, found = check_length(pair.config, replace(pair.model, drafter=drafter, draft=draft), pair.encoded)
+    rows, found = check_length(config, model, encode(model.tokenizer, 512))
     jax.clear_caches()
-    assert [finding.fault for finding in found] == ["rope"] * stops, (rows, found)
+    before, behind = rows
+    assert before["measured"] > 0.9
+    assert before["compared_with"] > 0.9
+    assert behind["compared_with"] > 0.9
+    assert (behind["measured"] > 0.9) == (not stops)
+    assert [finding.fault for finding in found] == ["rope"] * stops
     if stops:
-        assert "the head's positions stop at 2048" in found[0].sentence
-        assert "max_position_embeddings = 2048, raise it" in found[0].sentence
+        assert "the head's positions stop at 2048: up to 4096, 0.0" in found[0].sentence
+        assert "max_position_embeddings = 2048, raise it to the policy's" in found[0].sentence
 
 
 def run(monkeypatch, pair, drafter, out):

@@ -76,9 +76,9 @@ def _swapped(params: Eagle3Params) -> Eagle3Params:
     def swap(kernel: Float[Array, "o i"]) -> Float[Array, "o i"]:
         return jnp.roll(kernel, kernel.shape[1] // 2, axis=1)
 
-    weights = params.weights
-    halves = {name: swap(getattr(weights, name)) for name in ("q_proj", "k_proj", "v_proj")}
-    return params.replace(weights=weights.replace(**halves))
+    old = params.weights
+    new = replace(old, q_proj=swap(old.q_proj), k_proj=swap(old.k_proj), v_proj=swap(old.v_proj))
+    return replace(params, weights=new)
 
 
 def _eagle3_readings(config: Eagle3Config, params: Eagle3Params) -> list[Reading]:
@@ -175,8 +175,10 @@ def unrolled_overlap(
     return jnp.stack(found)
 
 
-def _batch_of(policy: PolicyConfig, config: LayerConfig, params: PolicyParams, sequences: Sequences) -> DraftBatch:
-    scores = _scorer(policy).score(params, sequences, config.boundaries)
+def _batch_of(
+    policy: PolicyConfig, boundaries: tuple[int, ...], params: PolicyParams, sequences: Sequences
+) -> DraftBatch:
+    scores = _scorer(policy).score(params, sequences, boundaries)
     assert scores.features is not None
     assert scores.states is not None
     return DraftBatch(sequences.tokens, scores.features, scores.states, sequences.mask)
@@ -191,7 +193,7 @@ def _overlap(
     draft: LayerParams,
     sequences: Sequences,
 ) -> Float[Array, "i b t"]:
-    batch = _batch_of(policy, config, params, sequences)
+    batch = _batch_of(policy, config.boundaries, params, sequences)
     return unrolled_overlap(config, draft, shared_with_head(params), batch, steps)
 
 
@@ -213,8 +215,7 @@ def _frequency_overlap(
     log_share: Float[Array, "dv"],
     sequences: Sequences,
 ) -> Float[Array, "b t"]:
-    scores = _scorer(policy).score(params, sequences, (0,))
-    batch = DraftBatch(sequences.tokens, scores.features, scores.states, sequences.mask)
+    batch = _batch_of(policy, (0,), params, sequences)
     rows, loss = shared_with_head(params).head, DraftLossConfig(steps=1)
     following = jax.tree.map(partial(shift, steps=1), teacher(batch, rows, loss.chunk))
 
@@ -247,7 +248,7 @@ def _in_windows(
     draft: LayerParams,
     sequences: Sequences,
 ) -> Float[Array, "w c b t"]:
-    batch, shared = _batch_of(policy, config, params, sequences), shared_with_head(params)
+    batch, shared = _batch_of(policy, config.boundaries, params, sequences), shared_with_head(params)
     whole = unrolled_overlap(config, draft, shared, batch, steps).mean(0)
     found = []
     for end in ends:

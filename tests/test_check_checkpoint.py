@@ -18,6 +18,7 @@ from tiny_pair import HEAD, POLICY, VOCAB, make_pair
 
 from experiments import check_checkpoint, checkpoint_parity
 from experiments.check_checkpoint import Config, check_length, check_readings, check_tokenizer, rolled_out
+from experiments.checkpoint_readings import as_sequences, overlap, readings
 from experiments.checkpoint_texts import TEXTS, encode
 from experiments.checkpoint_verdict import published
 from experiments.common import RunOptions
@@ -26,7 +27,8 @@ from specrl_jax.data.tokenizers import train_bpe
 from specrl_jax.drafters import eagle3_layer
 from specrl_jax.drafters.eagle3 import Eagle3Drafter
 from specrl_jax.drafters.eagle3_params import init_eagle3
-from specrl_jax.drafters.heads import load_drafter, save_drafter
+from specrl_jax.drafters.heads import for_policy, load_drafter, save_drafter
+from specrl_jax.models.huggingface import load_policy
 from specrl_jax.models.presets import PRESETS
 
 pytestmark = pytest.mark.ci
@@ -106,6 +108,18 @@ def test_a_fault_of_the_head_is_named(pair, tmp_path, planted):
     assert [finding.fault for finding in found] == faults, (rows, found)
     for finding in found:
         assert re.search(sentence, finding.sentence)
+
+
+def test_a_native_head_is_read_in_its_own_ways():
+    folder = Path(__file__).parent / "fixtures" / "mtp" / "policy"
+    params, policy = load_policy(folder)
+    drafter, draft = for_policy(*load_drafter(folder, policy), params)
+    ways = readings(drafter.config, draft, policy.num_layers)
+    assert [way.name for way in ways[1:]] == ["read one layer lower", "features after the norm", "halves swapped"]
+    sequences = as_sequences(np.random.default_rng(0).integers(0, policy.vocab_size, (3, 12)).astype(np.int32))
+    found = [overlap(policy, params, way, sequences, 2, 2) for way in ways]
+    assert all(np.isfinite(x).all() and x.shape == (2, 3) for x in found)
+    assert all(np.abs(x - found[0]).max() > 1e-3 for x in found[1:])
 
 
 def other_tokenizer():

@@ -161,8 +161,10 @@ def check_run(run: RunOptions, script: str, model: ModelOptions, problem: Proble
     check_output(run, script, policy=model.policy, drafter=model.drafter, data=problem.data)
 
 
-def open_model(options: ModelOptions, run: RunOptions, prompts: int) -> Model:
+def open_model(options: ModelOptions, run: RunOptions, prompts: int, *, same_tokens: bool = True) -> Model:
     """Load a policy and its drafter for so many prompts; nothing is compiled.
+
+    Without `same_tokens` a drafter with another tokenizer than the policy's is loaded too.
 
     Raises:
         InputError: a folder is missing or damaged, its parts do not belong together, or there is no such mesh.
@@ -175,7 +177,8 @@ def open_model(options: ModelOptions, run: RunOptions, prompts: int) -> Model:
     policy = load_config(options.policy)
     tokenizer = load_tokenizer(options.policy)
     check_tokenizer_fits(tokenizer, policy)
-    drafter, draft = load_drafter(options.drafter, policy, tokenizer) if options.drafter else (None, None)
+    ids = tokenizer if same_tokens else None
+    drafter, draft = load_drafter(options.drafter, policy, ids) if options.drafter else (None, None)
     if drafter is not None:
         check_splits("draft head", drafter.config, mesh)
     params, policy = load_policy(options.policy, options.dtype, mesh)

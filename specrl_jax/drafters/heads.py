@@ -150,14 +150,26 @@ def load_drafter(
     return load_eagle3(folder, policy)
 
 
-def _check_tokenizer(folder: Path, tokenizer: Any) -> None:
-    """InputError where a head comes with a tokenizer of its own to which an id is another token."""
-    if tokenizer is None or not has_tokenizer(folder):
-        return
+def tokenizer_difference(source: str | Path, tokenizer: Any) -> str | None:
+    """What sets the tokenizer of a draft model's folder or hub name apart from the policy's `tokenizer`.
+
+    None where it has none of its own, or one to which every id is the same token.
+    """
+    folder = resolve_folder(source, "draft head")
+    if not has_tokenizer(folder):
+        return None
     try:
         shared_ids(load_tokenizer(folder), tokenizer)
     except InputError as error:
-        raise InputError(f"draft head {folder} cannot draft: {error}") from None
+        return str(error)
+    return None
+
+
+def _check_tokenizer(folder: Path, tokenizer: Any) -> None:
+    """InputError where a head comes with a tokenizer of its own to which an id is another token."""
+    apart = None if tokenizer is None else tokenizer_difference(folder, tokenizer)
+    if apart is not None:
+        raise InputError(f"draft head {folder} cannot draft: {apart}")
 
 
 def with_policy_head(params: HeadParams, policy: PolicyParams) -> HeadParams:

@@ -358,6 +358,18 @@ def mesh_ties_table() -> str:
     return markdown_table(rows)
 
 
+def lag_table() -> str:
+    """What runs of the demo's task learn behind their policy, from results/lag."""
+    rows = []
+    for path in sorted((ROOT / "results" / "lag").glob("lag_*.json")):
+        run = _read(path)
+        gain = f"+{run['accuracy_gain']:.3f} ± {run['accuracy_gain_ci95']:.3f}"
+        rows.append(
+            {"lag": run["lag"], "accuracy before": run["accuracy_before"], "after": run["accuracy_after"], "gain": gain}
+        )
+    return markdown_table(rows)
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "demo": demo_table,
     "losslessness": losslessness_table,
@@ -377,6 +389,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "async": async_table,
     "mesh": mesh_table,
     "mesh_ties": mesh_ties_table,
+    "lag": lag_table,
 }
 
 

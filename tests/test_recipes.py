@@ -1,0 +1,74 @@
+"""Every recipe takes two steps at reduced width, from folders like those it names."""
+
+import dataclasses
+import importlib
+import json
+import pkgutil
+
+import pytest
+from public_folders import write_folder
+from scripts import run_script
+
+from experiments import recipes, train_grpo
+from experiments.common import preset_config
+from experiments.train_options import Config
+from specrl_jax.data.tokenizers import train_bpe
+from specrl_jax.training.metrics import read_metrics
+
+RECIPES = sorted(m.name for m in pkgutil.iter_modules(recipes.__path__) if m.name != "common")
+
+
+def recipe(name):
+    return importlib.import_module(f"experiments.recipes.{name}")
+
+
+def write_task(file, count):
+    """Rows as DAPO-Math-17k has them."""
+    rows = [
+        {
+            "prompt": [{"role": "user", "content": f"What is {i} + {i + 1}? The last line is Answer: and the number."}],
+            "reward_model": {"ground_truth": str(2 * i + 1)},
+        }
+        for i in range(count)
+    ]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return file
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize("name", RECIPES)
+def test_presets_can_be_read_and_say_what_they_take(name):
+    module = recipe(name)
+    for preset in module.PRESETS:
+        config = preset_config(Config, module.PRESETS, preset, script=train_grpo.SCRIPT)
+        config.check()
+        assert config.prompts % config.updates_per_rollout == 0
+        dataclasses.asdict(config)
+    text = module.__doc__
+    assert f"python -m experiments.recipes.{name}" in text
+    assert "Memory" in text
+    assert "Expected" in text
+    assert "not measured" in text
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", RECIPES)
+def test_two_steps_at_reduced_width(tmp_path, monkeypatch, name):
+    module = recipe(name)
+    policy = write_folder(tmp_path / "policy", "Qwen3-8B")
+    texts = [json.loads(line)["prompt"][0]["content"] for line in write_task(tmp_path / "train.jsonl", 12).open()]
+    train_bpe(texts, 300).save_pretrained(policy)
+    models = ["--policy", policy]
+    if module.PRESETS["reduced"].get("drafter"):
+        models += ["--drafter", write_folder(tmp_path / "head", "Qwen3-8B-speculator.eagle3")]
+    data = ["--data", tmp_path / "train.jsonl", "--eval-data", write_task(tmp_path / "test.jsonl", 6)]
+    module.main, module.Config = train_grpo.main, Config
+    extra = ["--layout", "dapo"] if name.endswith("gsm8k") else []
+    run_script(
+        monkeypatch, module, "--preset", "reduced", *models, *data, *extra, "--data-split", "train",
+        "--eval-split", "test", "--out", tmp_path / "run",
+    )  # fmt: skip
+    rows = read_metrics(tmp_path / "run")
+    assert [row["step"] for row in rows if "reward_mean" in row] == [1, 2]
+    assert all(row["draft_loss"] > 0 for row in rows if "draft_loss" in row)
+    assert (tmp_path / "run" / "policy" / "model.safetensors").is_file()

@@ -12,6 +12,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from experiments.common import check_least
+from experiments.compiled_memory import Peak
 from experiments.setup import draft_head_config
 from specrl_jax.data.prompts import Prompts
 from specrl_jax.drafters.draft_losses import DraftLossConfig
@@ -104,11 +105,40 @@ class AbstractStep:
     @cached_property
     def served(self) -> RolloutState:
         """Shapes of what a rollout reads."""
-        return rehearsed(self.program.gather, self.state)[1]
+        if self.program.mesh.shape[FSDP] == 1:
+            return self.program.gather(self.state)
+        gather = self.program.gather_weights
+        return self.program.served(self.state, rehearsed(gather, self.state.params, self.state.draft)[1])
 
     def rehearse(self) -> dict[str, Rehearsed]:
         """The programs of a step, compiled."""
         return StepPieces(self.program).rehearse(self.state, self.served, self.prompts, None)
+
+    def measure(self, seed: int) -> dict[str, int]:
+        """Bytes that the pieces of a step take on one device, random weights and prompts and all, by running them."""
+        peak, program, step = Peak(), self.program, self.program.step
+        policy, size = step.engine.policy, self.program.mesh.size
+        keys = jax.random.split(jax.random.key(seed), 3)
+        params = init_params(keys[0], policy)
+        head = init_head(keys[1], self.head, params, np.arange(self.head.draft_vocab_size))
+        state = jax.block_until_ready(program.place(step.init(params, head)))
+        del params, head
+        like = self.prompts
+        tokens = jax.random.randint(keys[2], like.tokens.shape, 1, policy.vocab_size, jnp.int32)
+        lengths = jnp.full(like.lengths.shape, like.tokens.shape[1], jnp.int32)
+        prompts = Prompts(tokens, lengths, jnp.arange(lengths.shape[0], dtype=jnp.uint32))
+        prompts = jax.tree.map(lambda x, to: jax.device_put(x, to.sharding), prompts, like)
+        found = {}
+        served = program.gather(state)
+        trajectory, found["time_rollout_s"] = peak(program.rollout, served, prompts)
+        judged = np.random.default_rng(seed).random(trajectory.lengths.shape[0], np.float32)
+        rewards = program.hand_out(served, trajectory, judged)
+        del served
+        prepared = program.prepare(state, trajectory)
+        (state, _, examples), found["time_update_s"] = peak(program.update, state, trajectory, prepared, rewards)
+        del prepared
+        _, found["time_draft_update_s"] = peak(program.update_drafter, state, trajectory, examples)
+        return {name: bytes_ // size for name, bytes_ in found.items()}
 
     def beside(self, piece: str) -> int:
         """Bytes of the training's state on one device that a piece does not take as an argument."""

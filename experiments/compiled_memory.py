@@ -1,8 +1,14 @@
 """What a compiled program takes of a device's memory, as its compiler says."""
 
+import gc
 import math
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
 
 from specrl_jax.training.pieces import Rehearsed
 
@@ -61,6 +67,41 @@ def float32_copies(traced: str, compiled: str) -> dict[str, int]:
         if 4 * math.prod(shape) >= _LARGE and not any(_part_of(shape, whole) for whole in written):
             found[f"f32{list(shape)}"] = 4 * math.prod(shape)
     return found
+
+
+class Peak:
+    """Most memory that calls take above what the process had before any of them, all devices together.
+
+    On a CPU it is the process's own, which Linux tells; elsewhere the allocator's, whose peak cannot be set back, so
+    that a call below an earlier one's is given that one's.
+    """
+
+    def __init__(self) -> None:
+        self._on_cpu = jax.default_backend() == "cpu"
+        self._before = self._now()
+
+    def __call__(self, fn: Callable[..., Any], *args: Any) -> tuple[Any, int]:
+        """`fn(*args)`, and the bytes of its peak."""
+        if self._on_cpu:
+            gc.collect()
+            Path("/proc/self/clear_refs").write_text("5")
+        result = jax.block_until_ready(fn(*args))
+        return result, self._peak() - self._before
+
+    def _now(self) -> int:
+        return _of_process("VmRSS") if self._on_cpu else sum(_stats("bytes_in_use"))
+
+    def _peak(self) -> int:
+        return _of_process("VmHWM") if self._on_cpu else sum(_stats("peak_bytes_in_use"))
+
+
+def _of_process(name: str) -> int:
+    line = next(row for row in Path("/proc/self/status").read_text().splitlines() if row.startswith(name))
+    return 1024 * int(line.split()[1])
+
+
+def _stats(name: str) -> list[int]:
+    return [(device.memory_stats() or {}).get(name, 0) for device in jax.local_devices()]
 
 
 def _part_of(shape: Shape, whole: Shape) -> bool:

@@ -65,6 +65,8 @@ class Config:
     target: str = "cpu"
     """Who compiles: cpu, or a TPU slice such as v5p:2x2x2 or v6e:2x4."""
     mesh: str = "data=1,fsdp=2,tensor=4"
+    measure: bool = False
+    """Run the pieces once, with random weights, and put what they took beside the plan; --mesh must be there."""
     room: float = DEVICES["H100"]
     """GiB per device above which advice is given."""
     sizes: Sizes = Sizes()
@@ -73,6 +75,8 @@ class Config:
         parse_mesh(self.mesh)
         if self.target != "cpu" and ":" not in self.target:
             raise InputError(f"--target is {self.target}; choose cpu, or a TPU slice such as v5p:2x2x2")
+        if self.measure and self.target != "cpu":
+            raise InputError(f"--measure runs on this machine, not on --target {self.target}; leave one of them out")
 
 
 PRESETS: dict[str, Mapping[str, Any]] = {
@@ -170,6 +174,9 @@ def main(config: Config) -> None:
     out = open_output(config.run, config, SCRIPT)
     programs = step.rehearse()
     rows = [row_of(piece, programs[piece], step, config.target == "cpu") for piece in PIECES]
+    if config.measure:
+        taken = step.measure(config.run.seed)
+        rows = [row | {"measured": taken[piece] / GIB} for piece, row in zip(PIECES, rows, strict=True)]
     parts = {name: size / GIB for name, size in step.parts.items()}
     hints = [advice(row, parts, config.room) for row in rows if row["needed"] > config.room]
     compiler = f"{config.target} ({step.program.mesh.devices.flat[0].device_kind})"

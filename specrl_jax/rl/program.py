@@ -20,6 +20,8 @@ from specrl_jax.data.arithmetic import Split
 from specrl_jax.data.prompts import Prompts
 from specrl_jax.drafters.combined import head_of, with_head
 from specrl_jax.errors import InputError
+from specrl_jax.models.params import PolicyParams
+from specrl_jax.parallel.mesh import FSDP
 from specrl_jax.parallel.sharding import ROWS, Layout, check_splits, over_mesh, replicated, row_devices
 from specrl_jax.rl.advantages import shuffle_within_groups
 from specrl_jax.rl.drafting import DraftExamples
@@ -121,19 +123,29 @@ class GrpoProgram:
         """Every device on its own rows, compiled."""
         return jax.jit(over_mesh(self.mesh, fn, in_specs, out_specs))
 
-    @cached_property
-    def gather(self) -> Callable[[GrpoState], RolloutState]:
-        """What a rollout reads of a state, in its layout: the gather of the training's weights, once per step."""
+    def served(self, state: GrpoState, weights: tuple[PolicyParams, Any]) -> RolloutState:
+        """What a rollout reads of a state, with policy and drafter in its layout."""
+        none = jnp.int32(0)
+        return RolloutState(*weights, state.updates, none, none, state.issued, state.control)
 
-        def run(state: GrpoState) -> RolloutState:
-            draft, weights = state.draft, head_of(state.draft)
+    @cached_property
+    def gather_weights(self) -> Callable[[PolicyParams, Any], tuple[PolicyParams, Any]]:
+        """Policy and drafter in a rollout's layout: the gather of the training's weights, once per step."""
+
+        def run(params: PolicyParams, draft: Any) -> tuple[PolicyParams, Any]:
+            weights = head_of(draft)
             if weights is not None:
                 draft = with_head(draft, self._head_layout.gather(weights))
-            params = self._policy_layout.gather(state.params)
-            none = jnp.int32(0)
-            return RolloutState(params, draft, state.updates, none, none, state.issued, state.control)
+            return self._policy_layout.gather(params), draft
 
         return jax.jit(run)
+
+    def gather(self, state: GrpoState) -> RolloutState:
+        """What a rollout reads of a state. Where `fsdp` is 1 the weights lie right and are not copied."""
+        whole = self.mesh.shape[FSDP] == 1
+        return self.served(
+            state, (state.params, state.draft) if whole else self.gather_weights(state.params, state.draft)
+        )
 
     def receive(self, served: RolloutState) -> RolloutState:
         """What `gather` gave on another mesh, on this one."""

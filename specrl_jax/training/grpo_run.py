@@ -273,13 +273,16 @@ class GrpoRun:
         if program.dynamic_sampling is not None and sampled.drawn is not None:
             figures = program.dynamic_sampling.metrics(sampled.drawn)
             state = program.dynamic_sampling.past(state, sampled.drawn)
+        # Prefill is part of the rollout; alone it is timed beside the step.
+        aside = Clock()
+        for read in sampled.rollouts:
+            aside("time_prefill_s", program.prefill, *read)
+        # What rollouts read need not lie beside the updates.
+        del served, read
+        sampled.rollouts.clear()
         state, row = pieces.learn(clock, state, sampled.trajectory, sampled.rewards)
         row |= {name: plain(value) for name, value in figures.items()}
-        times = clock.seconds | {"time_step_s": sum(clock.seconds.values())}
-        # Prefill is part of the rollout; alone it is timed beside the step.
-        for read in sampled.rollouts:
-            clock("time_prefill_s", program.prefill, *read)
-        times["time_prefill_s"] = clock.seconds["time_prefill_s"]
+        times = clock.seconds | {"time_step_s": sum(clock.seconds.values())} | aside.seconds
         row |= times | {
             "timing": "measured",
             "rollout_share": times["time_rollout_s"] / times["time_step_s"],

@@ -1,0 +1,128 @@
+"""Plans of memory: what the compiler says against shapes, against what a process takes, and at the size of Qwen3-8B."""
+
+import dataclasses
+import json
+import math
+import os
+import subprocess
+import sys
+
+import jax
+import numpy as np
+import pytest
+from jaxprs import array_sizes
+from scripts import refusal, run_script
+
+from experiments import plan
+from experiments.abstract_run import Sizes, abstract_step
+from experiments.compiled_memory import float32_copies
+from specrl_jax.models.huggingface_config import config_to_hf
+from specrl_jax.models.presets import PRESETS
+from specrl_jax.parallel.mesh import make_mesh, parse_mesh
+
+ci, full = pytest.mark.ci, pytest.mark.full
+EIGHT = "data=1,fsdp=2,tensor=4"
+
+
+@ci
+def test_bad_input_is_refused(monkeypatch, capsys, tmp_path):
+    def refused(words, *argv):
+        assert words in refusal(monkeypatch, capsys, plan, "--out", tmp_path / "run", *argv)
+        assert not (tmp_path / "run").exists()
+
+    refused("--target is gpu; choose cpu, or a TPU slice", "--target", "gpu")
+    refused("--sizes.context is 1; it must be at least 2", "--sizes.context", 1)
+    refused("leave room for a response", "--sizes.prompt-tokens", 64)
+    refused("less than a sequence of 64; raise it", "--sizes.microbatch-tokens", 60)
+    refused("exceed the policy's max_position_embeddings of 1024", "--sizes.context", 1025,
+            "--sizes.microbatch-tokens", 2050)  # fmt: skip
+    refused("mesh axis tensor is 3 and does not divide", "--mesh", "tensor=3")
+    refused("3 prompts per step do not split over 2 devices", "--sizes.prompts", 3)
+    refused("--measure runs on this machine", "--measure", "--target", "v5p:2x2x2")
+    refused("config.json is missing", "--model", tmp_path)
+
+
+@ci
+def test_a_small_plan_adds_up(monkeypatch, tmp_path, capsys):
+    run_script(monkeypatch, plan, "--preset", "smoke", "--out", tmp_path / "run")
+    rows = json.loads((tmp_path / "run" / "results.json").read_text())["rows"]
+    assert [row["program"] for row in rows] == ["rollout", "policy update", "draft update"]
+    for row in rows:
+        parts = ("arguments", "new results", "temporaries", "state beside")
+        assert math.isclose(row["total"], sum(row[part] for part in parts), rel_tol=1e-6)
+        assert row["fits"] == "H100, H200, GB200, v5p, v6e"
+    parts = json.loads((tmp_path / "run" / "summary.json").read_text())["parts"]
+    update = rows[1]
+    # The state is stored once, whichever part of it a program takes.
+    assert math.isclose(update["state beside"] + update["arguments"], parts["state"], rel_tol=0.1)
+    assert "every program fits 70 GiB" in capsys.readouterr().out
+
+
+@ci
+def test_advice_names_the_largest_part_and_its_remedy():
+    row = {"program": "rollout", "needed": 97.8}
+    parts = {"state": 14.0, "weights as rollouts and gradients read them": 4.0, "cache": 35.0, "inputs of layers": 90.0}
+    said = plan.advice(row, parts, 70.0)
+    assert said.startswith("rollout needs 97.8 GiB, above 70; its largest part is cache with 35.0: fewer --sizes.rows")
+
+
+@ci
+def test_float32_copies_are_those_that_the_program_does_not_have():
+    traced = "tensor<4x8192x4096xbf16> tensor<8192x8192xf32>"
+    compiled = """
+      %a = bf16[4,8192,4096]{2,1,0} parameter(0)
+      %b = f32[4,8192,4096]{2,1,0} convert(%a)
+      %c = bf16[4096,8192]{1,0} parameter(1)
+      %d = f32[4096,8192]{1,0} convert(%c)
+      %e = bf16[16,16]{1,0} parameter(2)
+      %f = f32[16,16]{1,0} convert(%e)
+    """
+    assert float32_copies(traced, compiled) == {"f32[4, 8192, 4096]": 4 * 4 * 8192 * 4096}
+
+
+def eight_billion(layers=36):
+    policy = dataclasses.replace(PRESETS["qwen3-8b"], num_layers=layers)
+    return abstract_step(policy, make_mesh(parse_mesh(EIGHT)), Sizes())
+
+
+@ci
+def test_no_array_of_an_8b_update_exceeds_a_chunk_of_laws():
+    """At 16,384 tokens and 32,768 in a microbatch, policy and head."""
+    step = eight_billion(4)
+    policy, update = step.program.step.engine.policy, step.program.step
+    sequences = jax.eval_shape(lambda: update.engine.empty_batch(step.prompts).trajectory)
+    micro = update.update_config.microbatch.rows * 16_384
+    prepared, trajectory = jax.eval_shape(step.program.prepare, step.state, sequences), sequences
+    rewards = jax.ShapeDtypeStruct((trajectory.lengths.shape[0],), np.float32)
+    lean = step.program.to_update(step.state, trajectory, prepared, rewards)
+    sizes = array_sizes(step.program.compiled_update, *lean)
+    whole = micro * policy.vocab_size
+    assert max(sizes) < whole
+    laws = [size for size in sizes if size % policy.vocab_size == 0 and size > policy.vocab_size * policy.hidden_size]
+    assert max(laws, default=0) <= 1024 * policy.vocab_size
+
+
+@full
+def test_8b_compiles_for_eight_devices_below_70_gib(monkeypatch, tmp_path):
+    """By the CPU's compiler, its own float32 copies left out."""
+    run_script(monkeypatch, plan, "--preset", "8b", "--out", tmp_path / "run")
+    for row in json.loads((tmp_path / "run" / "results.json").read_text())["rows"]:
+        assert row["needed"] < 70.0, row
+
+
+@full
+def test_a_plan_is_within_a_tenth_of_what_a_process_takes(tmp_path):
+    policy = dataclasses.replace(
+        PRESETS["tiny-qwen3"], vocab_size=16_384, hidden_size=512, intermediate_size=1536, num_layers=8, num_heads=8,
+        num_kv_heads=4, head_dim=64, tie_embeddings=False,
+    )  # fmt: skip
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text(json.dumps(config_to_hf(policy)))
+    sizes = {"context": 512, "prompt-tokens": 64, "microbatch-tokens": 4096, "rows": 32, "prompts": 8, "samples": 8,
+             "draft-vocab": 8192, "draft-microbatches": 4}  # fmt: skip
+    options = [text for name, value in sizes.items() for text in (f"--sizes.{name}", str(value))]
+    command = [sys.executable, "-m", "experiments.plan", "--model", str(tmp_path / "model"), "--mesh", "data=1"]
+    environment = {**os.environ, "JAX_DISABLE_MOST_OPTIMIZATIONS": "0", "XLA_FLAGS": ""}
+    subprocess.run([*command, *options, "--measure", "--out", str(tmp_path / "run")], check=True, env=environment)
+    for row in json.loads((tmp_path / "run" / "results.json").read_text())["rows"]:
+        assert abs(row["measured"] / row["total"] - 1) < 0.1, row

@@ -14,9 +14,9 @@ checkpoints before:
 The first three are found by reading the head otherwise than its folder says: a fault is named where that accepts 0.01
 more of the drafts, and by more than three standard errors over the responses. Positions stop where the head drafts 0.03
 better when it counts them anew behind the middle of the prompt (or its max_position_embeddings), but not before. A
-tokenizer is another's where text is not half a nat per token likelier than its tokens renamed. A head that drafts no
-better than the frequencies of tokens is said to be of no use. Exit status 0: nothing was found; 1: something was, and
-all results are written; 2: the input cannot be used.
+tokenizer is another's where text is not half a nat per token likelier than its tokens renamed, or costs more than by
+the frequencies of its bytes. A head that drafts no better than the frequencies of tokens is said to be of no use. Exit
+status 0: nothing was found; 1: something was, and all results are written; 2: the input cannot be used.
 """
 
 import sys
@@ -38,7 +38,7 @@ from experiments.checkpoint_readings import (
     readings,
     window_overlap,
 )
-from experiments.checkpoint_texts import Encoded, encode, long_rows, renamed
+from experiments.checkpoint_texts import Encoded, byte_costs, encode, long_rows, renamed
 from experiments.checkpoint_verdict import Finding, judge_length, judge_readings, judge_tokenizer, published, row
 from experiments.common import Run, RunOptions, check_least, run_main
 from experiments.inference import Model, ModelFlags, ModelOptions, open_model
@@ -124,7 +124,10 @@ def check_tokenizer(config: Config, model: Model, encoded: Encoded) -> Judged:
     special = set(model.tokenizer.all_special_ids)
     names = [renamed(encoded, special, seed) for seed in range(4)]
     nonsense = np.mean([score(as_sequences(list(rows), encoded.answer_at)) for rows in names], axis=0)
-    rows, found = judge_tokenizer(score(as_sequences(list(encoded.texts), encoded.answer_at)), nonsense)
+    text = score(as_sequences(list(encoded.texts), encoded.answer_at))
+    lengths = np.array([len(row) - at for row, at in zip(encoded.texts, encoded.answer_at, strict=True)])
+    cost = -text * lengths / np.array([len(answer.encode()) for answer in encoded.answers])
+    rows, found = judge_tokenizer(text, nonsense, cost, byte_costs(encoded.answers))
     apart = tokenizer_difference(config.model.drafter, model.tokenizer) if config.model.drafter else None
     if apart is not None:
         sentence = f"tokenizer: the head was made for another one: {apart}; give the head of this policy"
@@ -203,7 +206,7 @@ def check_length(config: Config, model: Model, encoded: Encoded) -> Judged:
 def verdict_of(config: Config, model: Model, found: list[Finding]) -> str:
     """What was found, in words."""
     if config.model.policy is None:
-        return "no verdict: policy and head are random; give --policy and --drafter"
+        return "none, policy and head are random; give --policy and --drafter"
     if not found:
         return "no fault found"
     return "; also ".join(finding.sentence for finding in found)

@@ -7,7 +7,7 @@ the symbols of the arithmetic task, so that its tokenizer has something to read 
 from dataclasses import dataclass
 
 import numpy as np
-from jaxtyping import Int
+from jaxtyping import Float, Int
 from transformers import PreTrainedTokenizerFast
 
 from specrl_jax.data.jsonl import encode_examples, encode_supervised
@@ -117,12 +117,13 @@ TEXTS: tuple[tuple[str, str], ...] = (
 @dataclass(frozen=True, eq=False)
 class Encoded:
     """prompts: as a policy answers them. texts: tokens of prompt, answer and end token of each. answer_at: of each, the
-    token that its answer begins with. left_out: prompts that the tokenizer cannot spell or that are too long.
+    token that its answer begins with. answers: as they were written. left_out: prompts that the tokenizer cannot spell.
     """
 
     prompts: Prompts
     texts: tuple[tuple[int, ...], ...]
     answer_at: tuple[int, ...]
+    answers: tuple[str, ...]
     left_out: int
 
 
@@ -141,7 +142,16 @@ def encode(tokenizer: PreTrainedTokenizerFast, max_tokens: int) -> Encoded:
         raise InputError(f"--max-new-tokens leaves {max_tokens} tokens for a prompt and its answer; lower it")
     kept = encode_examples(examples, tokenizer, max_tokens)
     lines = tuple(tuple(map(int, row[:length])) for row, length in zip(texts.tokens, texts.lengths, strict=True))
-    return Encoded(kept.prompts, lines, tuple(map(int, texts.prompt_lengths)), len(TEXTS) - len(examples))
+    answers = tuple(str(example.answer) for example in examples)
+    return Encoded(kept.prompts, lines, tuple(map(int, texts.prompt_lengths)), answers, len(TEXTS) - len(examples))
+
+
+def byte_costs(answers: tuple[str, ...]) -> Float[np.ndarray, "n"]:
+    """Nats per byte of every answer, by the frequencies of bytes in all of them."""
+    rows = [np.frombuffer(answer.encode(), np.uint8) for answer in answers]
+    counts = np.bincount(np.concatenate(rows), minlength=256)
+    costs = -np.log(np.maximum(counts, 1) / counts.sum())
+    return np.array([costs[row].mean() for row in rows])
 
 
 def long_rows(encoded: Encoded, rows: int, length: int, seed: int) -> Int[np.ndarray, "r t"]:

@@ -101,15 +101,30 @@ def row(check: str, case: str, measured: Any, error: Any = None, against: Any = 
     return {"check": check, "case": case, "measured": measured, "error": error, "compared_with": against, "of": of}
 
 
-def judge_tokenizer(text: Float[np.ndarray, "n"], nonsense: Float[np.ndarray, "n"]) -> tuple[list[Any], list[Finding]]:
-    """Whether the policy finds text likelier than the same tokens under other names, by text in nats per token."""
-    gain, of = difference(text, nonsense), "the same tokens renamed"
-    rows = [row("tokenizer", "log-probability of text, per token", *mean_error(text), float(nonsense.mean()), of)]
-    if gain.exceeds(TEXT_MARGIN):
+def judge_tokenizer(
+    text: Float[np.ndarray, "n"],
+    nonsense: Float[np.ndarray, "n"],
+    cost: Float[np.ndarray, "n"],
+    frequencies: Float[np.ndarray, "n"],
+) -> tuple[list[Any], list[Finding]]:
+    """Whether the policy knows text when it sees it.
+
+    Args:
+        text, nonsense: mean log-probability of a token, of every text and of the text with its tokens renamed.
+        cost, frequencies: nats per byte of every text, of the policy and of the frequencies of bytes.
+    """
+    gain, saved = difference(text, nonsense), difference(frequencies, cost)
+    of = "the same tokens renamed"
+    rows = [
+        row("tokenizer", "log-probability of text, per token", *mean_error(text), float(nonsense.mean()), of),
+        row("tokenizer", "nats per byte of text", *mean_error(cost), float(frequencies.mean()), "frequencies of bytes"),
+    ]
+    if gain.exceeds(TEXT_MARGIN) and saved.is_clear:
         return rows, []
     sentence = (
-        f"tokenizer: to the policy text is no likelier than its tokens renamed ({gain.mean:+.2f} nats per token, where "
-        f"{TEXT_MARGIN:+} is the least), so the tokenizer beside it is another policy's, or its weights are untrained; "
+        f"tokenizer: text is strange to the policy, {gain.mean:+.2f} nats per token likelier than its tokens renamed "
+        f"(at least {TEXT_MARGIN:+} is expected), at {cost.mean():.2f} nats per byte, where frequencies of bytes make "
+        f"{frequencies.mean():.2f}; so the tokenizer beside it is another policy's, or its weights are untrained; "
         "take all files from the checkpoint that the weights come from"
     )
     return rows, [Finding("tokenizer", sentence)]

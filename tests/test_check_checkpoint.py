@@ -91,7 +91,7 @@ PLANTED = {
     "fed back after the norm": (
         lambda folder: edited_config(folder, norm_output=True),
         ["feedback"],
-        "set norm_output to false in config.json",
+        "set norm_output to false in its config.json",
     ),
     "halves swapped": (swap_halves, ["halves"], "swap the two halves of the columns of q_proj, k_proj and v_proj"),
     "untrained": (forget, ["useless"], "does not draft better than the frequencies of tokens"),
@@ -135,7 +135,7 @@ def test_a_tokenizer_other_than_the_policy_s_is_named(pair):
     tokenizer = other_tokenizer()
     _, found = check_tokenizer(pair.config, replace(pair.model, tokenizer=tokenizer), encode(tokenizer, 512))
     assert [finding.fault for finding in found] == ["tokenizer"]
-    assert "the tokenizer beside it is another policy's" in found[0].sentence
+    assert "the tokenizer beside it is another policy's" in found[0].sentence, found
 
 
 def test_a_tokenizer_other_than_the_head_s_is_named(pair, tmp_path):
@@ -183,7 +183,7 @@ def test_the_script_ends_well_where_nothing_is_found(monkeypatch, capsys, tmp_pa
     by_case = {(row["check"], row["case"]): row for row in rows}
     survival = [by_case["acceptance", f"draft {depth}"]["measured"] for depth in (1, 2, 3)]
     assert by_case["acceptance", "length with 3 drafts"]["measured"] == pytest.approx(1 + sum(survival))
-    assert survival[0] > 0.3
+    assert survival[0] > 0.2
     if checkpoint_parity.has_torch():
         assert by_case["policy", "divergence from transformers"]["measured"] < 1e-6
 

@@ -18,7 +18,7 @@ from specrl_jax.rollout.control import Body, initial_control
 from specrl_jax.training.grpo_run import GrpoRun, RunConfig
 from specrl_jax.training.metrics import read_metrics
 
-pytestmark = pytest.mark.ci
+ci, full = pytest.mark.ci, pytest.mark.full
 LONGEST, BUFFER = 12, 5  # of test_grpo's programs
 
 
@@ -61,6 +61,7 @@ def penalty(length, ended, longest, buffer):
     return ((longest - buffer) - length) / buffer
 
 
+@ci
 def test_overlong_penalty_of_every_length():
     lengths = np.arange(1, 101)
     for buffer in (1, 7, 20, 100):
@@ -129,6 +130,7 @@ def rolled_out(data=1):
 @pytest.mark.parametrize(
     ("name", "data"), [*((name, 1) for name in OBJECTIVES), ("masked", 2), ("masked, by sequence", 2), ("dropped", 2)]
 )
+@ci
 def test_the_loss_of_an_update_is_the_objective(name, data):
     """Over eight microbatches, on one device and on two, which must agree about the denominator."""
     program = make_program(data=data, updates=1, numerics=PLAIN, **OBJECTIVES[name])
@@ -150,6 +152,7 @@ def test_the_loss_of_an_update_is_the_objective(name, data):
         assert "reward_shaped_mean" not in metrics
 
 
+@ci
 def test_masked_responses_have_no_gradient():
     """Whatever their advantage, they move nothing: the update is that of a batch where they earned the mean."""
     program = make_program(updates=1, numerics=PLAIN, truncated="mask", normalize_std=False)
@@ -204,6 +207,7 @@ def assert_filled(trajectories, rewards, step, groups):
 
 
 @pytest.mark.parametrize(("most", "dull"), [(3, 3), (1, 3), (2, 1)])
+@ci
 def test_a_batch_is_filled_with_the_groups_that_teach(most, dull):
     """Full after two rollouts with one to spare; cut short at one; nothing teaches."""
     state, metrics, trajectories, rewards = two_steps(most=most, dull=dull)
@@ -231,6 +235,7 @@ def test_a_batch_is_filled_with_the_groups_that_teach(most, dull):
         assert metrics["sampled_reward_mean"].tolist() == [1.0, 1.0]
 
 
+@ci
 def test_every_rollout_of_a_step_has_noise_of_its_own():
     """The same prompts twice in one step are two draws."""
     program = make_program(dynamic_sampling=2)
@@ -243,6 +248,7 @@ def test_every_rollout_of_a_step_has_noise_of_its_own():
     assert (int(upcoming.attempt), int(upcoming.issued)) == (1, GROUPS)
 
 
+@ci
 def test_speculation_changes_neither_batches_nor_parameters():
     plain, spec = two_steps(0), two_steps(3)
     np.testing.assert_array_equal(plain[2].tokens, spec[2].tokens)
@@ -251,6 +257,7 @@ def test_speculation_changes_neither_batches_nor_parameters():
     assert int(spec[2].stats.rounds.min()) > 0
 
 
+@full
 def test_a_controller_goes_from_rollout_to_rollout():
     rows = GROUPS * SAMPLES
     program = make_program(3, bodies=(Body(rows, rows), Body(rows, 3 * rows)), dynamic_sampling=3)
@@ -263,6 +270,7 @@ def test_a_controller_goes_from_rollout_to_rollout():
     assert 0.95 * in_all <= learned < in_all
 
 
+@ci
 def test_the_batch_does_not_depend_on_the_mesh():
     """Groups change devices where one has fewer that teach; the minibatches of the update are another matter."""
     one, two = two_steps(0), two_steps(0, data=2)
@@ -284,6 +292,7 @@ def run(program, folder, task=None, **config):
 
 
 @pytest.mark.parametrize("host", [False, True], ids=["in-graph", "host"])
+@ci
 def test_pieces_and_the_scanned_step_give_the_same_bits(tmp_path, host):
     draft_length = 0 if host else 3
     expected = two_steps(draft_length)
@@ -306,6 +315,7 @@ def test_pieces_and_the_scanned_step_give_the_same_bits(tmp_path, host):
         np.testing.assert_allclose(forwards, int(batch.stats.steps), rtol=1e-6)
 
 
+@ci
 def test_what_does_not_go_together_is_refused(tmp_path):
     program = make_program(dynamic_sampling=2, loss=test_grpo.CORRECTED)
     with pytest.raises(InputError, match="dynamic_sampling is 2 and rollouts run ahead or apart"):

@@ -22,6 +22,7 @@ Shape = tuple[int, ...]
 class Memory:
     """Bytes per device. overwritten: results that lie where arguments were.
 
+    peak: what the compiler says of all of it together, where it does (that of TPUs; of a CPU it leaves temporaries out).
     copies: of arrays that are bfloat16 in the program as it was written and float32 in what a CPU makes of it, by
         shape; each is counted once, wherever it occurs.
     """
@@ -30,16 +31,19 @@ class Memory:
     results: int
     temporaries: int
     overwritten: int
+    peak: int | None
     copies: dict[str, int]
 
     @property
     def total(self) -> int:
         """All that the program needs while it runs."""
+        if self.peak is not None:
+            return self.peak
         return self.arguments + self.results - self.overwritten + self.temporaries
 
 
-def memory_of(program: Rehearsed) -> Memory:
-    """What the compiler reports of a program."""
+def memory_of(program: Rehearsed, *, on_cpu: bool) -> Memory:
+    """What the compiler reports of a program; `on_cpu` tells whose compiler it is."""
     memory = program.compiled.memory_analysis()
     assert memory is not None  # every compiler that is asked here reports it
     return Memory(
@@ -47,7 +51,8 @@ def memory_of(program: Rehearsed) -> Memory:
         results=memory.output_size_in_bytes,
         temporaries=memory.temp_size_in_bytes,
         overwritten=memory.alias_size_in_bytes,
-        copies=float32_copies(program.lowered.as_text(), program.compiled.as_text() or ""),
+        peak=None if on_cpu else memory.peak_memory_in_bytes or None,
+        copies=float32_copies(program.lowered.as_text(), program.compiled.as_text() or "") if on_cpu else {},
     )
 
 

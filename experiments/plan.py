@@ -141,7 +141,7 @@ def mesh_of(config: Config) -> Mesh:
 
 def row_of(piece: str, program: Rehearsed, step: AbstractStep, on_cpu: bool) -> dict[str, Any]:
     """Memory of a program per device in GiB, with what of the training's state lies beside it."""
-    memory = memory_of(program)
+    memory = memory_of(program, on_cpu=on_cpu)
     beside = step.beside(piece)
     row: dict[str, Any] = {
         "program": PIECES[piece],

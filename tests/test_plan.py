@@ -48,6 +48,7 @@ def test_a_small_plan_adds_up(monkeypatch, tmp_path, capsys):
     rows = json.loads((tmp_path / "run" / "results.json").read_text())["rows"]
     assert [row["program"] for row in rows] == ["rollout", "policy update", "draft update"]
     for row in rows:
+        assert row["compiled by"] == "cpu (cpu)"
         parts = ("arguments", "new results", "temporaries", "state beside")
         assert math.isclose(row["total"], sum(row[part] for part in parts), rel_tol=1e-6)
         assert row["fits"] == "H100, H200, GB200, v5p, v6e"

@@ -56,7 +56,8 @@ def test_presets_can_be_read_and_say_what_they_take(name):
 def test_two_steps_at_reduced_width(tmp_path, monkeypatch, name):
     module = recipe(name)
     policy = write_folder(tmp_path / "policy", "Qwen3-8B")
-    texts = [json.loads(line)["prompt"][0]["content"] for line in write_task(tmp_path / "train.jsonl", 12).open()]
+    lines = write_task(tmp_path / "train.jsonl", 12).read_text().splitlines()
+    texts = [json.loads(line)["prompt"][0]["content"] for line in lines]
     train_bpe(texts, 300).save_pretrained(policy)
     models = ["--policy", policy]
     if module.PRESETS["reduced"].get("drafter"):

@@ -20,6 +20,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
+from specrl_jax.models.cache import read_pages, read_slots
 from specrl_jax.models.linear import wide_dtype
 from specrl_jax.models.numerics import Numerics, in_chunks, opaque_int
 from specrl_jax.models.tree import Tree
@@ -247,7 +248,7 @@ def _invariant_paged(
         pages = lax.dynamic_slice_in_dim(table, first, numerics.row_block)
         if path is None:
             page = lax.dynamic_index_in_dim(pages, j, 1, keepdims=False)
-            return keys.at[page].get(mode="clip"), values.at[page].get(mode="clip")
+            return read_pages(keys, page), read_pages(values, page)
         root = lax.dynamic_slice_in_dim(roots, first, numerics.row_block)
         slots = j * page_size + jnp.arange(page_size, dtype=jnp.int32)[None]
         step = slots - root
@@ -255,7 +256,7 @@ def _invariant_paged(
         node = jnp.asarray(path, jnp.int32)[jnp.clip(step, 0, len(path) - 1)]
         source = jnp.where(on_path, root + node, slots)
         page = jnp.take_along_axis(pages, source // page_size, axis=1, mode="clip")
-        k, v = (pool.at[page, :, source % page_size].get(mode="clip").transpose(0, 2, 1, 3) for pool in (keys, values))
+        k, v = (read_slots(pool, page, source % page_size).transpose(0, 2, 1, 3) for pool in (keys, values))
         return k, v
 
     return _invariant(numerics, q, positions, take_rows, keys.shape[1])
@@ -310,7 +311,7 @@ def paged_attention(
 
     def take(j: Int[Array, ""]) -> tuple[Array, Array]:
         page = lax.dynamic_index_in_dim(table, j, 1, keepdims=False)
-        return keys.at[page].get(mode="clip"), values.at[page].get(mode="clip")
+        return read_pages(keys, page), read_pages(values, page)
 
     allowed = functools.partial(_causal, positions)
     last = jnp.max(positions)

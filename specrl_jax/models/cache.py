@@ -10,8 +10,10 @@ read. Rejected drafts therefore need no rollback; the next round overwrites them
 from dataclasses import replace
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from flax import struct
+from jax import lax
 from jaxtyping import Array, Float, Int
 
 from specrl_jax.models.numerics import Numerics
@@ -76,7 +78,37 @@ def write_slots(
     pool: Float[Array, "p g s c"], new: Float[Array, "n g c"], pages: Int[Array, "n"], offsets: Int[Array, "n"]
 ) -> Float[Array, "p g s c"]:
     """Write token `n` where `locate` says; padding is dropped."""
-    return pool.at[pages, :, offsets].set(new, mode="drop")
+    return _with_written(pool, new, pages, offsets)
+
+
+def _with_written(
+    pool: Float[Array, "p g s c"], new: Float[Array, "*n g c"], pages: Int[Array, "*n"], offsets: Int[Array, "*n"]
+) -> Float[Array, "p g s c"]:
+    bits, new_bits = _as_bits(pool), _as_bits(new)
+    return _as_floats(bits.at[pages, :, offsets].set(new_bits, mode="drop"), pool.dtype)
+
+
+def read_pages(pool: Float[Array, "p g s c"], pages: Int[Array, "r"]) -> Float[Array, "r g s c"]:
+    """A page for each row."""
+    return _as_floats(_as_bits(pool).at[pages].get(mode="clip"), pool.dtype)
+
+
+def read_slots(
+    pool: Float[Array, "p g s c"], pages: Int[Array, "*n"], offsets: Int[Array, "*n"]
+) -> Float[Array, "*n g c"]:
+    """A slot of a page for each token."""
+    return _as_floats(_as_bits(pool).at[pages, :, offsets].get(mode="clip"), pool.dtype)
+
+
+def _as_bits(x: Array) -> Array:
+    """bfloat16 on a CPU as the integers that it is: XLA would make a float32 copy of a whole pool to touch a slot."""
+    if x.dtype != jnp.bfloat16 or jax.default_backend() != "cpu":
+        return x
+    return lax.bitcast_convert_type(x, jnp.uint16)
+
+
+def _as_floats(x: Array, dtype: Any) -> Array:
+    return x if x.dtype == dtype else lax.bitcast_convert_type(x, dtype)
 
 
 def keep_path(cache: KVCache, first: Int[Array, "r"], path: Int[Array, "r q"]) -> KVCache:
@@ -90,7 +122,7 @@ def keep_path(cache: KVCache, first: Int[Array, "r"], path: Int[Array, "r q"]) -
     pages, offsets = locate(cache.table, cache.page_size, rows, target)
 
     def move(pool: Float[Array, "p g s c"]) -> Float[Array, "p g s c"]:
-        kept = pool.at[source[0], :, source[1]].get(mode="clip")
-        return pool.at[pages, :, offsets].set(kept, mode="drop")
+        kept = read_slots(pool, *source)
+        return _with_written(pool, kept, pages, offsets)
 
     return replace(cache, keys=tuple(map(move, cache.keys)), values=tuple(map(move, cache.values)))

@@ -22,7 +22,7 @@ Shape = tuple[int, ...]
 class Memory:
     """Bytes per device. overwritten: results that lie where arguments were.
 
-    peak: what the compiler says of all of it together, where it does (that of TPUs; of a CPU it leaves temporaries out).
+    peak: what the compiler says of all of it together, where it does (of a CPU it leaves temporaries out).
     copies: of arrays that are bfloat16 in the program as it was written and float32 in what a CPU makes of it, by
         shape; each is counted once, wherever it occurs.
     """

@@ -27,7 +27,7 @@ EIGHT = "data=1,fsdp=2,tensor=4"
 @ci
 def test_bad_input_is_refused(monkeypatch, capsys, tmp_path):
     def refused(words, *argv):
-        assert words in refusal(monkeypatch, capsys, plan, "--out", tmp_path / "run", *argv)
+        assert words in refusal(monkeypatch, capsys, plan, "--preset", "smoke", "--out", tmp_path / "run", *argv)
         assert not (tmp_path / "run").exists()
 
     refused("--target is gpu; choose cpu, or a TPU slice", "--target", "gpu")

@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from specrl_jax.models.cache import read_pages, read_slots
 from specrl_jax.models.linear import wide_dtype
@@ -229,8 +229,8 @@ _invariant_at_once.defvjp(_invariant_fwd, _invariant_bwd)
 
 def _invariant_paged(
     q: Float[Array, "r q h c"],
-    keys: Float[Array, "p g s c"],
-    values: Float[Array, "p g s c"],
+    keys: Shaped[Array, "p g s c"],
+    values: Shaped[Array, "p g s c"],
     table: Int[Array, "r m"],
     positions: Int[Array, "r q"],
     numerics: Numerics,
@@ -282,8 +282,8 @@ def attention(
 
 def paged_attention(
     q: Float[Array, "r q h c"],
-    keys: Float[Array, "p g s c"],
-    values: Float[Array, "p g s c"],
+    keys: Shaped[Array, "p g s c"],
+    values: Shaped[Array, "p g s c"],
     table: Int[Array, "r m"],
     positions: Int[Array, "r q"],
     numerics: Numerics,

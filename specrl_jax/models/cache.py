@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 from jax import lax
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Shaped
 
 from specrl_jax.models.numerics import Numerics
 
@@ -26,13 +26,13 @@ NO_PAGE = 2**30
 class KVCache:
     """Pages of every layer and the rows that read them.
 
-    keys, values: one pool `[pages, kv_heads, page_size, head_dim]` per layer.
+    keys, values: one pool `[pages, kv_heads, page_size, head_dim]` per layer, of `stored_dtype`.
     table: page of every `page_size` slots of a row, `[rows, pages per row]`; entries that no token needs may be stale.
     length: tokens of each row that count, `[rows]`.
     """
 
-    keys: tuple[Float[Array, "p g s c"], ...]
-    values: tuple[Float[Array, "p g s c"], ...]
+    keys: tuple[Shaped[Array, "p g s c"], ...]
+    values: tuple[Shaped[Array, "p g s c"], ...]
     table: Int[Array, "r m"]
     length: Int[Array, "r"]
 
@@ -54,10 +54,10 @@ def pages_for(slots: int, numerics: Numerics) -> int:
 
 def init_pool(
     *, num_layers: int, num_kv_heads: int, head_dim: int, pages: int, dtype: Any, numerics: Numerics
-) -> tuple[tuple[Float[Array, "p g s c"], ...], tuple[Float[Array, "p g s c"], ...]]:
+) -> tuple[tuple[Shaped[Array, "p g s c"], ...], tuple[Shaped[Array, "p g s c"], ...]]:
     """Empty pages for keys and for values, one array per layer."""
     shape = (pages, num_kv_heads, numerics.key_block, head_dim)
-    keys, values = (tuple(jnp.zeros(shape, dtype) for _ in range(num_layers)) for _ in range(2))
+    keys, values = (tuple(jnp.zeros(shape, stored_dtype(dtype)) for _ in range(num_layers)) for _ in range(2))
     return keys, values
 
 
@@ -75,40 +75,37 @@ def locate(
 
 
 def write_slots(
-    pool: Float[Array, "p g s c"], new: Float[Array, "n g c"], pages: Int[Array, "n"], offsets: Int[Array, "n"]
-) -> Float[Array, "p g s c"]:
+    pool: Shaped[Array, "p g s c"], new: Float[Array, "n g c"], pages: Int[Array, "n"], offsets: Int[Array, "n"]
+) -> Shaped[Array, "p g s c"]:
     """Write token `n` where `locate` says; padding is dropped."""
-    return _with_written(pool, new, pages, offsets)
+    return pool.at[pages, :, offsets].set(_stored(new), mode="drop")
 
 
-def _with_written(
-    pool: Float[Array, "p g s c"], new: Float[Array, "*n g c"], pages: Int[Array, "*n"], offsets: Int[Array, "*n"]
-) -> Float[Array, "p g s c"]:
-    bits, new_bits = _as_bits(pool), _as_bits(new)
-    return _as_floats(bits.at[pages, :, offsets].set(new_bits, mode="drop"), pool.dtype)
-
-
-def read_pages(pool: Float[Array, "p g s c"], pages: Int[Array, "r"]) -> Float[Array, "r g s c"]:
+def read_pages(pool: Shaped[Array, "p g s c"], pages: Int[Array, "r"]) -> Float[Array, "r g s c"]:
     """A page for each row."""
-    return _as_floats(_as_bits(pool).at[pages].get(mode="clip"), pool.dtype)
+    return _read(pool.at[pages].get(mode="clip"))
 
 
 def read_slots(
-    pool: Float[Array, "p g s c"], pages: Int[Array, "*n"], offsets: Int[Array, "*n"]
+    pool: Shaped[Array, "p g s c"], pages: Int[Array, "*n"], offsets: Int[Array, "*n"]
 ) -> Float[Array, "*n g c"]:
     """A slot of a page for each token."""
-    return _as_floats(_as_bits(pool).at[pages, :, offsets].get(mode="clip"), pool.dtype)
+    return _read(pool.at[pages, :, offsets].get(mode="clip"))
 
 
-def _as_bits(x: Array) -> Array:
-    """bfloat16 on a CPU as the integers that it is: XLA would make a float32 copy of a whole pool to touch a slot."""
-    if x.dtype != jnp.bfloat16 or jax.default_backend() != "cpu":
-        return x
-    return lax.bitcast_convert_type(x, jnp.uint16)
+def stored_dtype(dtype: Any) -> Any:
+    """What pages are made of. A CPU keeps bfloat16 as the integers that it is: XLA would make a float32 copy of a whole
+    pool to touch one of its slots."""
+    return jnp.uint16 if dtype == jnp.bfloat16 and jax.default_backend() == "cpu" else dtype
 
 
-def _as_floats(x: Array, dtype: Any) -> Array:
+def _stored(x: Array) -> Array:
+    dtype = stored_dtype(x.dtype)
     return x if x.dtype == dtype else lax.bitcast_convert_type(x, dtype)
+
+
+def _read(x: Array) -> Array:
+    return lax.bitcast_convert_type(x, jnp.bfloat16) if x.dtype == jnp.uint16 else x
 
 
 def keep_path(cache: KVCache, first: Int[Array, "r"], path: Int[Array, "r q"]) -> KVCache:
@@ -121,8 +118,8 @@ def keep_path(cache: KVCache, first: Int[Array, "r"], path: Int[Array, "r q"]) -
     target = first[:, None] + jnp.arange(path.shape[1], dtype=jnp.int32)[None]
     pages, offsets = locate(cache.table, cache.page_size, rows, target)
 
-    def move(pool: Float[Array, "p g s c"]) -> Float[Array, "p g s c"]:
-        kept = read_slots(pool, *source)
-        return _with_written(pool, kept, pages, offsets)
+    def move(pool: Shaped[Array, "p g s c"]) -> Shaped[Array, "p g s c"]:
+        kept = pool.at[source[0], :, source[1]].get(mode="clip")
+        return pool.at[pages, :, offsets].set(kept, mode="drop")
 
     return replace(cache, keys=tuple(map(move, cache.keys)), values=tuple(map(move, cache.values)))

@@ -11,7 +11,7 @@ from dataclasses import replace
 import jax.numpy as jnp
 from flax import struct
 from jax import lax
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Int, Shaped
 
 from specrl_jax.models.cache import NO_PAGE, KVCache
 from specrl_jax.rollout.rows import Rows
@@ -21,8 +21,8 @@ from specrl_jax.rollout.rows import Rows
 class Pool:
     """keys, values: pages of every layer. holders: rows and waiting prompts that hold each page, `[p]`; 0 is free."""
 
-    keys: tuple[Float[Array, "p g s c"], ...]
-    values: tuple[Float[Array, "p g s c"], ...]
+    keys: tuple[Shaped[Array, "p g s c"], ...]
+    values: tuple[Shaped[Array, "p g s c"], ...]
     holders: Int[Array, "p"]
 
     @property

@@ -12,7 +12,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from experiments.common import check_least
-from experiments.compiled_memory import Peak
+from experiments.compiled_memory import Peak, Taken
 from experiments.setup import draft_head_config
 from specrl_jax.data.prompts import Prompts
 from specrl_jax.drafters.draft_losses import DraftLossConfig
@@ -114,10 +114,10 @@ class AbstractStep:
         """The programs of a step, compiled."""
         return StepPieces(self.program).rehearse(self.state, self.served, self.prompts, None)
 
-    def measure(self, seed: int) -> dict[str, int]:
-        """Bytes that the pieces of a step take on one device, random weights and prompts and all, by running them."""
+    def measure(self, seed: int) -> dict[str, Taken]:
+        """What the pieces of a step take, random weights and prompts and all, by running them."""
         peak, program, step = Peak(), self.program, self.program.step
-        policy, size = step.engine.policy, self.program.mesh.size
+        policy = step.engine.policy
         keys = jax.random.split(jax.random.key(seed), 3)
         params = init_params(keys[0], policy)
         head = init_head(keys[1], self.head, params, np.arange(self.head.draft_vocab_size))
@@ -138,7 +138,7 @@ class AbstractStep:
         (state, _, examples), found["time_update_s"] = peak(program.update, state, trajectory, prepared, rewards)
         del prepared
         _, found["time_draft_update_s"] = peak(program.update_drafter, state, trajectory, examples)
-        return {name: bytes_ // size for name, bytes_ in found.items()}
+        return found
 
     def beside(self, piece: str) -> int:
         """Bytes of the training's state on one device that a piece does not take as an argument."""

@@ -3,6 +3,7 @@
 import gc
 import math
 import re
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -74,6 +75,14 @@ def float32_copies(traced: str, compiled: str) -> dict[str, int]:
     return found
 
 
+@dataclass(frozen=True)
+class Taken:
+    """bytes: peak of all devices together. seconds: of the call."""
+
+    bytes: int
+    seconds: float
+
+
 class Peak:
     """Most memory that calls take above what the process had before any of them, all devices together.
 
@@ -85,13 +94,14 @@ class Peak:
         self._on_cpu = jax.default_backend() == "cpu"
         self._before = self._now()
 
-    def __call__(self, fn: Callable[..., Any], *args: Any) -> tuple[Any, int]:
-        """`fn(*args)`, and the bytes of its peak."""
+    def __call__(self, fn: Callable[..., Any], *args: Any) -> tuple[Any, "Taken"]:
+        """`fn(*args)`, and what it took."""
         if self._on_cpu:
             gc.collect()
             Path("/proc/self/clear_refs").write_text("5")
+        start = time.perf_counter()
         result = jax.block_until_ready(fn(*args))
-        return result, self._peak() - self._before
+        return result, Taken(self._peak() - self._before, time.perf_counter() - start)
 
     def _now(self) -> int:
         return _of_process("VmRSS") if self._on_cpu else sum(_stats("bytes_in_use"))

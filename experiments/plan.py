@@ -4,7 +4,8 @@ The pieces of a step (rollout, policy update, draft update) are compiled ahead o
 the compiler says what each takes; what of the run's state lies beside a piece is counted with it. `--target` names who
 compiles: virtual devices of the CPU, or, where libtpu is installed, the compiler of TPUs for a slice such as v5p:2x2x2
 (no TPU is needed). A CPU multiplies bfloat16 in float32: the float32 copies that only it makes are listed, each once,
-and left out of `needed`. `--model` is a preset, or a folder or hub name of which only config.json is read.
+and left out of `needed`, which is low by what of them does not exist at the same time.
+`--model` is a preset, or a folder or hub name of which only config.json is read.
 """
 
 import os
@@ -66,7 +67,7 @@ class Config:
     """Who compiles: cpu, or a TPU slice such as v5p:2x2x2 or v6e:2x4."""
     mesh: str = "data=1,fsdp=2,tensor=4"
     measure: bool = False
-    """Run the pieces once, with random weights, and put what they took beside the plan; --mesh must be there."""
+    """Run the pieces once, with random weights, and put memory and seconds beside the plan; --mesh must be there."""
     room: float = DEVICES["H100"]
     """GiB per device above which advice is given."""
     sizes: Sizes = Sizes()
@@ -175,8 +176,9 @@ def main(config: Config) -> None:
     programs = step.rehearse()
     rows = [row_of(piece, programs[piece], step, config.target == "cpu") for piece in PIECES]
     if config.measure:
-        taken = step.measure(config.run.seed)
-        rows = [row | {"measured": taken[piece] / GIB} for piece, row in zip(PIECES, rows, strict=True)]
+        taken, devices = step.measure(config.run.seed), step.program.mesh.size
+        for piece, row in zip(PIECES, rows, strict=True):
+            row |= {"measured": taken[piece].bytes / devices / GIB, "seconds": taken[piece].seconds}
     parts = {name: size / GIB for name, size in step.parts.items()}
     hints = [advice(row, parts, config.room) for row in rows if row["needed"] > config.room]
     compiler = f"{config.target} ({step.program.mesh.devices.flat[0].device_kind})"

@@ -370,6 +370,16 @@ def lag_table() -> str:
     return markdown_table(rows)
 
 
+def plans_table() -> str:
+    """Memory of the pieces of a step of Qwen3-8B by compiler, from results/plans."""
+    rows = []
+    for path in sorted((ROOT / "results" / "plans").glob("qwen3_8b_*.json")):
+        for row in _read(path)["rows"]:
+            names = ("compiled by", "program", "total", "needed", "fits")
+            rows.append({name: f"{row[name]:.1f}" if name in ("total", "needed") else row[name] for name in names})
+    return markdown_table(rows)
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "demo": demo_table,
     "losslessness": losslessness_table,
@@ -390,6 +400,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "mesh": mesh_table,
     "mesh_ties": mesh_ties_table,
     "lag": lag_table,
+    "plans": plans_table,
 }
 
 

@@ -31,6 +31,7 @@ from experiments import (
     losslessness,
     noise_cost,
     online_adaptation,
+    plan,
     train_draft,
     train_grpo,
 )
@@ -184,4 +185,5 @@ SCRIPTS = {
     "bench_step": bench_step,
     "bench_cache": bench_cache,
     "bench_mesh": bench_mesh,
+    "plan": plan,
 }

@@ -376,7 +376,7 @@ def plans_table() -> str:
     for path in sorted((ROOT / "results" / "plans").glob("qwen3_8b_*.json")):
         for row in _read(path)["rows"]:
             names = ("compiled by", "program", "total", "needed", "fits")
-            rows.append({name: f"{row[name]:.1f}" if name in ("total", "needed") else row[name] for name in names})
+            rows.append({name: f"{row[name]:.2f}" if name in ("total", "needed") else row[name] for name in names})
     return markdown_table(rows)
 
 

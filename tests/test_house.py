@@ -132,10 +132,13 @@ def test_no_pickles_and_no_binary_junk():
 
 def test_documented_commands_exist():
     documents = [*ROOT.glob("*.md"), *(ROOT / "specrl_jax").glob("*.md"), *SOURCES]
-    commands = {name for path in documents for name in re.findall(r"-m experiments\.([a-z_0-9]+)", path.read_text())}
+    commands = {
+        name for path in documents for name in re.findall(r"-m experiments\.([a-z_0-9.]*[a-z_0-9])", path.read_text())
+    }
     assert "train_grpo" in commands
     for name in commands:
-        assert (ROOT / "experiments" / f"{name}.py").is_file(), f"experiments/{name}.py is documented but missing"
+        file = f"experiments/{name.replace('.', '/')}.py"
+        assert (ROOT / file).is_file(), f"{file} is documented but missing"
 
 
 def test_the_readme_has_its_two_commands_in_one_line_each():

@@ -175,18 +175,19 @@ def main(config: Config) -> None:
     out = open_output(config.run, config, SCRIPT)
     programs = step.rehearse()
     rows = [row_of(piece, programs[piece], step, config.target == "cpu") for piece in PIECES]
-    if config.measure:
-        taken, devices = step.measure(config.run.seed), step.program.mesh.size
-        for piece, row in zip(PIECES, rows, strict=True):
-            row |= {"measured": taken[piece].bytes / devices / GIB, "seconds": taken[piece].seconds}
     parts = {name: size / GIB for name, size in step.parts.items()}
     hints = [advice(row, parts, config.room) for row in rows if row["needed"] > config.room]
     compiler = f"{config.target} ({step.program.mesh.devices.flat[0].device_kind})"
     shown = [{k: v for k, v in row.items() if k != "copies"} | {"compiled by": compiler} for row in rows]
+    print(markdown_table(shown), flush=True)
+    if config.measure:
+        taken, devices = step.measure(config.run.seed), step.program.mesh.size
+        for piece, row in zip(PIECES, shown, strict=True):
+            row |= {"measured": taken[piece].bytes / devices / GIB, "seconds": taken[piece].seconds}
+        print(markdown_table(shown), flush=True)
     write_results(out, shown, f"GiB per device: {config.model}, {config.mesh}", provenance(config.run.seed))
     copies = {row["program"]: row["copies"] for row in rows if row.get("copies")}
     write_json(out / "summary.json", {"parts": parts, "float32_copies": copies, "advice": hints})
-    print(markdown_table(shown))
     print(markdown_table([{"part": name, "GiB per device": size} for name, size in parts.items()]))
     for program, found in copies.items():
         listed = ", ".join(f"{shape} {size:.2f}" for shape, size in found.items())

@@ -53,7 +53,7 @@ def test_a_gradient_that_is_not_finite_moves_nothing(name):
     same, after, norm = apply_gradients(optimizer, params, state, bad)
     assert not np.isfinite(norm)
     assert sha(same) == sha(params)
-    assert sha(after.inner_state) == sha(state.inner_state)
+    assert sha(after.rule.inner_state) == sha(state.rule.inner_state)
     assert [int(x) for x in skipped_updates(after)] == [1, 1]
     moved, after, _ = apply_gradients(optimizer, same, after, good)
     assert sha(moved) != sha(params)

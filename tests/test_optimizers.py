@@ -16,6 +16,7 @@ from specrl_jax.models.config import PolicyConfig
 from specrl_jax.models.params import init_params
 from specrl_jax.rl.optimizers import (
     OptimizerConfig,
+    advance,
     apply_gradients,
     learning_rate_schedule,
     make_optimizer,
@@ -310,3 +311,26 @@ def test_bfloat16_parameters_follow_their_float32_master(name):
     jax.tree.map(lambda n, m: np.testing.assert_array_equal(n, m.astype(jnp.bfloat16)), narrow, state.master)
     moved = np.mean(np.asarray(narrow["q_proj"] != start["q_proj"]))
     assert moved > 0.9
+
+
+def test_an_update_by_itself_is_the_update_in_place():
+    """The same numbers as `apply_gradients`, and no second state among the temporaries."""
+    params, gradients = make_params("bfloat16"), make_gradients(1)[0]
+    optimizer = make_optimizer(OptimizerConfig(1e-2))
+    state = optimizer.init(params)
+    wide = {"q_proj": jnp.zeros((512, 512), jnp.bfloat16)}
+
+    def alone(params, state, gradients):
+        return advance(optimizer, params, state, gradients)
+
+    for ours, theirs in zip(
+        jax.tree.leaves(jax.jit(alone)(params, state, gradients)),
+        jax.tree.leaves(apply_gradients(optimizer, params, state, gradients)),
+        strict=True,
+    ):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-6, atol=1e-7)
+    program = jax.jit(alone, donate_argnums=(0, 1)).lower(wide, optimizer.init(wide), wide).compile()
+    memory = program.memory_analysis()
+    state_bytes = sum(x.nbytes for x in jax.tree.leaves(optimizer.init(wide)))
+    assert memory.alias_size_in_bytes >= state_bytes
+    assert memory.temp_size_in_bytes < state_bytes

@@ -20,9 +20,9 @@ def _grouped(rewards: Float[Array, "b"], group_size: int) -> Float[Array, "g i"]
 
 
 def has_contrast(rewards: Float[Array, "b"], group_size: int) -> Bool[Array, "g"]:
-    """Groups whose rewards are not all equal: only they teach something."""
+    """Groups whose rewards are not all equal: only they teach something. A reward that is NaN is seen as contrast."""
     grouped = _grouped(rewards, group_size)
-    return jnp.max(grouped, axis=1) > jnp.min(grouped, axis=1)
+    return jnp.max(grouped, axis=1) != jnp.min(grouped, axis=1)
 
 
 def group_advantages(

@@ -23,7 +23,7 @@ from specrl_jax.models.numerics import isolated
 from specrl_jax.models.params import PolicyParams
 from specrl_jax.parallel.sharding import ROWS, Layout, over_mesh, sum_over_rows
 from specrl_jax.rl.microbatches import MicrobatchConfig, over_microbatches, sorted_order
-from specrl_jax.rl.optimizers import OptimizerConfig, apply_gradients, make_optimizer, skipped_updates
+from specrl_jax.rl.optimizers import OptimizerConfig, advance, make_optimizer, skipped_updates
 from specrl_jax.rl.scoring import Scorer
 from specrl_jax.rollout.trajectory import Sequences
 
@@ -153,10 +153,7 @@ class DraftTraining:
         gradients = over_mesh(mesh, self._summed_gradients, (P(), P(), P(), P(ROWS)), P())
         (loss, metrics), grads = gradients(*layout.gather((weights, params)), shared, examples)
 
-        def apply(weights: Any, optimizer: Any, grads: Any) -> Any:
-            return apply_gradients(self._optimizer, weights, optimizer, grads)
-
-        weights, optimizer, norm = isolated(apply, weights, state.optimizer, layout.keep(grads))
+        weights, optimizer, norm = advance(self._optimizer, weights, state.optimizer, layout.keep(grads))
         weights, optimizer = layout.keep((weights, optimizer))
         state = dataclasses.replace(state, optimizer=optimizer)
         if self.average:

@@ -39,7 +39,7 @@ from specrl_jax.rl.advantages import Baseline, group_advantages, has_contrast, z
 from specrl_jax.rl.drafting import DraftExamples, DraftTraining
 from specrl_jax.rl.losses import LossConfig, loss_denominator, policy_loss
 from specrl_jax.rl.microbatches import MicrobatchConfig, over_microbatches, slots
-from specrl_jax.rl.optimizers import OptimizerConfig, apply_gradients, make_optimizer, skipped_updates
+from specrl_jax.rl.optimizers import OptimizerConfig, advance, make_optimizer, skipped_updates
 from specrl_jax.rl.overlong import Truncated, overlong_penalty
 from specrl_jax.rl.scoring import Scorer
 from specrl_jax.rollout.control import Control, merge
@@ -390,9 +390,7 @@ class GrpoStep:
         def one_update(i: Int[Array, ""], carry: Any) -> Any:
             params, opt_state, metrics, left = carry
             grads, new, left = gradients(layout.gather(params), whole, left, i)
-            params, opt_state, norm = isolated(
-                lambda *args: apply_gradients(self._optimizer, *args), params, opt_state, layout.keep(grads)
-            )
+            params, opt_state, norm = advance(self._optimizer, params, opt_state, layout.keep(grads))
             metrics = jax.tree.map(jnp.add, metrics, new | {"grad_norm": norm})
             return layout.keep(params), layout.keep(opt_state), metrics, left
 

@@ -11,6 +11,7 @@ from flax import struct
 from jaxtyping import Array, Float, Int
 
 from specrl_jax.errors import InputError
+from specrl_jax.models.numerics import advanced
 from specrl_jax.parallel.sharding import field_name
 
 # Tables of tokens are no linear maps of activations; Muon leaves them, norms and biases to Adam.
@@ -199,3 +200,16 @@ def apply_gradients(
     updates, state = optimizer.update(gradients, state, params)
     moved = jax.tree.map(lambda leaf, update: (leaf.astype(jnp.float32) + update).astype(leaf.dtype), params, updates)
     return moved, state, optax.tree.norm(_float32(gradients))
+
+
+def advance(
+    optimizer: optax.GradientTransformation, params: Any, state: OptimizerState, gradients: Any
+) -> tuple[Any, OptimizerState, Float[Array, ""]]:
+    """`apply_gradients` compiled by itself, so that its bits do not depend on its surroundings, and in place."""
+
+    def apply(both: tuple[Any, OptimizerState], gradients: Any) -> tuple[tuple[Any, OptimizerState], Array]:
+        params, state, norm = apply_gradients(optimizer, *both, gradients)
+        return (params, state), norm
+
+    (params, state), norm = advanced(apply, (params, state), gradients)
+    return params, state, norm

@@ -13,12 +13,11 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Int
 
-from specrl_jax.models.numerics import isolated
 from specrl_jax.models.params import PolicyParams
 from specrl_jax.parallel.sharding import Layout, over_mesh, sum_over_rows
 from specrl_jax.rl.losses import masked_mean
 from specrl_jax.rl.microbatches import MicrobatchConfig, over_microbatches
-from specrl_jax.rl.optimizers import OptimizerConfig, apply_gradients, make_optimizer, skipped_updates
+from specrl_jax.rl.optimizers import OptimizerConfig, advance, make_optimizer, skipped_updates
 from specrl_jax.rl.scoring import Scorer
 from specrl_jax.rollout.trajectory import Sequences
 
@@ -100,12 +99,7 @@ class SupervisedTraining:
         def run(state: SupervisedState, corpus: Any) -> tuple[SupervisedState, dict[str, Array]]:
             def one(state: SupervisedState, _: None) -> tuple[SupervisedState, dict[str, Array]]:
                 grads, metrics = on_rows(layout.gather(state.params), state.step, corpus)
-                params, opt_state, norm = isolated(
-                    lambda *args: apply_gradients(self._optimizer, *args),
-                    state.params,
-                    state.opt_state,
-                    layout.keep(grads),
-                )
+                params, opt_state, norm = advance(self._optimizer, state.params, state.opt_state, layout.keep(grads))
                 after = SupervisedState(params, opt_state, state.step + 1)
                 skipped = skipped_updates(opt_state)[1]
                 return layout.keep(after), metrics | {"grad_norm": norm, "skipped_in_a_row": skipped}

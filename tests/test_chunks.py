@@ -61,12 +61,13 @@ def test_remat_computes_every_layer_again():
     def recomputed(remat):
         scorer = Scorer(WIDE, SamplingLaw(), PLAIN, remat)
         gradient = jax.grad(lambda params: scorer.score(params, given).log_probs.sum())
-        return sum(
-            equation.primitive.name in ("remat", "remat2", "checkpoint") for equation in equations(gradient, params)
-        )
+        found = equations(gradient, params)
+        again = sum(equation.primitive.name in ("remat", "remat2", "checkpoint") for equation in found)
+        return again, [equation.params["length"] for equation in found if equation.primitive.name == "scan"]
 
-    assert recomputed(False) == 0
-    assert recomputed(True) == WIDE.num_layers
+    assert recomputed(False) == (0, [])
+    # Forward and backward are a loop over the layers each, and the body of the second computes a layer again.
+    assert recomputed(True) == (1, [WIDE.num_layers] * 2)
 
 
 def test_a_chunk_is_at_least_a_token():

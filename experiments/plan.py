@@ -2,9 +2,9 @@
 
 The pieces of a step (rollout, policy update, draft update) are compiled ahead of time for a mesh, from shapes, and
 the compiler says what each takes; what of the run's state lies beside a piece is counted with it. `--target` names who
-compiles: virtual devices of the CPU, or, where libtpu is installed, the compiler of TPUs for a slice such as v5p:2x2x2
-(no TPU is needed). A CPU multiplies bfloat16 in float32: the float32 copies that only it makes are listed, each once,
-and left out of `needed`, which is low by what of them does not exist at the same time.
+compiles: that of the devices here, virtual ones on a CPU, or, where libtpu is installed, the compiler of TPUs for a
+slice such as v5p:2x2x2 (no TPU is needed). A CPU multiplies bfloat16 in float32: the float32 copies that only it makes
+are listed, each once, and left out of `needed`, which is low by what of them does not exist at the same time.
 `--model` is a preset, or a folder or hub name of which only config.json is read.
 """
 
@@ -63,8 +63,8 @@ class Config:
     run: Run = RunOptions()
     model: str = "qwen3-8b"
     """A preset, or a folder or hub name of a policy."""
-    target: str = "cpu"
-    """Who compiles: cpu, or a TPU slice such as v5p:2x2x2 or v6e:2x4."""
+    target: str = "here"
+    """Who compiles: here, for the devices that jax sees, or the compiler of a TPU slice such as v5p:2x2x2."""
     mesh: str = "data=1,fsdp=2,tensor=4"
     measure: bool = False
     """Run the pieces once, with random weights, and put memory and seconds beside the plan; --mesh must be there."""
@@ -74,9 +74,9 @@ class Config:
 
     def __post_init__(self) -> None:
         parse_mesh(self.mesh)
-        if self.target != "cpu" and ":" not in self.target:
-            raise InputError(f"--target is {self.target}; choose cpu, or a TPU slice such as v5p:2x2x2")
-        if self.measure and self.target != "cpu":
+        if self.target != "here" and ":" not in self.target:
+            raise InputError(f"--target is {self.target}; choose here, or a TPU slice such as v5p:2x2x2")
+        if self.measure and self.target != "here":
             raise InputError(f"--measure runs on this machine, not on --target {self.target}; leave one of them out")
 
 
@@ -119,7 +119,7 @@ def policy_of(model: str) -> PolicyConfig:
 def mesh_of(config: Config) -> Mesh:
     """The devices that are compiled for; none of them need exist."""
     axes = parse_mesh(config.mesh)
-    if config.target == "cpu":
+    if config.target == "here":
         return make_mesh(axes)
     # Nobody is to be asked where this machine's TPUs are.
     os.environ |= {"TPU_SKIP_MDS_QUERY": "1", "TPU_WORKER_HOSTNAMES": "localhost"}
@@ -129,7 +129,7 @@ def mesh_of(config: Config) -> Mesh:
         first = str(error).splitlines()[0]
         raise InputError(
             f"--target {config.target}: no TPU compiler for it ({first}); install the libtpu that this jax asks for, "
-            "or choose --target cpu"
+            "or leave --target out"
         ) from None
     if len(devices) != axes.size:
         raise InputError(
@@ -174,10 +174,11 @@ def main(config: Config) -> None:
     step = abstract_step(policy_of(config.model), mesh_of(config), config.sizes)
     out = open_output(config.run, config, SCRIPT)
     programs = step.rehearse()
-    rows = [row_of(piece, programs[piece], step, config.target == "cpu") for piece in PIECES]
+    device = step.program.mesh.devices.flat[0]
+    rows = [row_of(piece, programs[piece], step, device.platform == "cpu") for piece in PIECES]
     parts = {name: size / GIB for name, size in step.parts.items()}
     hints = [advice(row, parts, config.room) for row in rows if row["needed"] > config.room]
-    compiler = f"{config.target} ({step.program.mesh.devices.flat[0].device_kind})"
+    compiler = f"{device.platform} ({device.device_kind})"
     shown = [{k: v for k, v in row.items() if k != "copies"} | {"compiled by": compiler} for row in rows]
     print(markdown_table(shown), flush=True)
     if config.measure:

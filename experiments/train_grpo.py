@@ -111,6 +111,7 @@ class Session:
             law=self.config.law.law(self.workload.end_ids, temperature),
             rule=self.config.speculation.verification,
             adaptive=adaptive,
+            rows=self.config.rows,
         )
         drafter = self.config.speculation.drafter(self.drafter) if draft_length else None
         return RolloutEngine(self.policy, rollout, self.numerics, drafter)

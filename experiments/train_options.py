@@ -112,6 +112,9 @@ class Config:
     """Prompts per step."""
     samples: int = 16
     """Responses per prompt."""
+    rows: int | None = None
+    """Responses that are written at the same time, for each group of devices along tensor; the others wait. By default
+    all."""
     max_prompt_tokens: int = 256
     max_new_tokens: int = 224
     law: LawFlags = LawOptions()
@@ -166,7 +169,7 @@ class Config:
     wandb: bool = False
 
     def __post_init__(self) -> None:
-        check_least("", self, steps=1, scan_steps=1, prompts=1, samples=2, max_prompt_tokens=1, data_limit=1)
+        check_least("", self, rows=1, steps=1, scan_steps=1, prompts=1, samples=2, max_prompt_tokens=1, data_limit=1)
         check_least("", self, updates_per_rollout=1, epochs=1, history=1, most_skipped=1, measured_every=1)
         check_least("", self, eval_problems=2, eval_every=0, sample_every=0, lag=0)
         check_least("", self, overlong_buffer=0, dynamic_sampling=0)

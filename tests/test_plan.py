@@ -30,7 +30,7 @@ def test_bad_input_is_refused(monkeypatch, capsys, tmp_path):
         assert words in refusal(monkeypatch, capsys, plan, "--preset", "smoke", "--out", tmp_path / "run", *argv)
         assert not (tmp_path / "run").exists()
 
-    refused("--target is gpu; choose cpu, or a TPU slice", "--target", "gpu")
+    refused("--target is gpu; choose here, or a TPU slice", "--target", "gpu")
     refused("--sizes.context is 1; it must be at least 2", "--sizes.context", 1)
     refused("leave room for a response", "--sizes.prompt-tokens", 64)
     refused("less than a sequence of 64; raise it", "--sizes.microbatch-tokens", 60)

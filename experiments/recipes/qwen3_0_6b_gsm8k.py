@@ -30,6 +30,8 @@ EAGLE3: dict[str, Any] = {
     "remat": True,
     "prompts": 32,
     "samples": 16,
+    "rows": 256,
+    "scan_steps": 1,
     "updates_per_rollout": 1,
     "max_prompt_tokens": 256,
     "max_new_tokens": 1024,

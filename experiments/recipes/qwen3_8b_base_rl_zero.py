@@ -9,6 +9,8 @@ No public head was made for the base policy, so the run first trains one on the 
 
 Memory: as `qwen3_8b_rl_think`, whose shapes it shares: fits 80 GB by compilation. Not measured on GPUs.
 
+Disk: a checkpoint holds weights, float32 masters and both moments, about 115 GB, and four of them must fit.
+
 Expected, not measured here: NVIDIA's run (arXiv 2604.26779) had an acceptance length of 3.32 at k = 3, rollouts 1.77
 times and steps 1.41 times as fast, and the accuracy of the run without drafts; a head from chat data 1.51 times.
 """

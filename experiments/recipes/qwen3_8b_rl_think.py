@@ -6,6 +6,8 @@
 Memory, compiled for eight devices at 16,384 tokens, two sequences in a microbatch and 16 live rows per device
 (`python -m experiments.plan`; README): fits 80 GB. Not measured on GPUs.
 
+Disk: a checkpoint holds weights, float32 masters and both moments, about 115 GB, and four of them must fit.
+
 Expected, not measured here: NVIDIA's run of this policy and data on 32 GB200 (arXiv 2604.26779) had an acceptance
 length of 2.77 at k = 3, rollouts 1.54 times and steps 1.35 times as fast, and the accuracy of the run without drafts.
 For the DFlash drafter others report 3.45 and steps 1.88 times as fast on a Qwen3-8B rollout at another setting.

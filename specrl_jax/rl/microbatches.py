@@ -50,6 +50,8 @@ def slots(lengths: Int[Array, "b"], width: int, config: MicrobatchConfig) -> Int
 
 def geometric_widths(shortest: float, count: int) -> tuple[float, ...]:
     """So many widths from `shortest` to 1, each the same multiple of the one before."""
+    if count == 1:
+        return (1.0,)
     return tuple(shortest ** (1 - i / (count - 1)) for i in range(count))
 
 

@@ -167,8 +167,10 @@ def make_optimizer(config: OptimizerConfig) -> optax.GradientTransformation:
     inner = optax.apply_if_finite(rule, max_consecutive_errors=_NEVER)
 
     def init(params: Any) -> OptimizerState:
-        narrow = any(leaf.dtype != jnp.float32 for leaf in jax.tree.leaves(params))
-        return OptimizerState(inner.init(_float32(params)), _float32(params) if narrow else None)
+        narrow = any(leaf.dtype.itemsize < 4 for leaf in jax.tree.leaves(params))
+        # Copies: what an update may overwrite is nobody else's.
+        master = jax.tree.map(lambda leaf: jnp.array(leaf, jnp.float32), params) if narrow else None
+        return OptimizerState(inner.init(_float32(params)), master)
 
     def update(gradients: Any, state: OptimizerState, params: Any = None) -> tuple[Any, OptimizerState]:
         moved = params if state.master is None else state.master

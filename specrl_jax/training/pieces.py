@@ -2,10 +2,11 @@
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol, runtime_checkable
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.stages import Compiled, Lowered
 
@@ -107,7 +108,9 @@ class StepPieces:
             return self._sample(clock, served, step)
         drawn, rollouts = None, list[tuple[RolloutState, Prompts]]()
         while drawn is None or dynamic.goes_on(drawn):
-            own = served if drawn is None else dynamic.upcoming(served, drawn)
+            # A number of this process, as in the first rollout: one that a program returned would be compiled for anew.
+            attempt = jnp.int32(len(rollouts))
+            own = served if drawn is None else replace(dynamic.upcoming(served, drawn), attempt=attempt)
             one = self._sample(clock, own, int(to_host(own.issued)) // self.program.groups)
             rollouts += one.rollouts
             drawn = clock("time_data_s", self.program.add, drawn, one.trajectory, one.rewards)

@@ -84,15 +84,15 @@ class AbstractStep:
     @cached_property
     def state(self) -> GrpoState:
         """Shapes of the training's state, with the shardings it is stored in."""
-
-        def make() -> GrpoState:
-            params = init_params(jax.random.key(0), self.program.step.engine.policy)
-            # The draft vocabulary's ids are part of a head's shape and of nothing else.
-            head = init_head(jax.random.key(1), self.head, params, np.arange(self.head.draft_vocab_size))
-            return self.program.step.init(params, head)
-
-        shapes = jax.eval_shape(make)
+        shapes = jax.eval_shape(self._first_state, jax.random.key(0))
         return jax.tree.map(_placed, shapes, self.program.shardings(shapes))
+
+    def _first_state(self, key: Any) -> GrpoState:
+        """Random policy and head, which drafts the first tokens of the vocabulary."""
+        policy_key, head_key = jax.random.split(key)
+        params = init_params(policy_key, self.program.step.engine.policy)
+        head = init_head(head_key, self.head, params, np.arange(self.head.draft_vocab_size))
+        return self.program.step.init(params, head)
 
     @cached_property
     def prompts(self) -> Prompts:
@@ -116,15 +116,11 @@ class AbstractStep:
 
     def measure(self, seed: int) -> dict[str, Taken]:
         """What the pieces of a step take, random weights and prompts and all, by running them."""
-        peak, program, step = Peak(), self.program, self.program.step
-        policy = step.engine.policy
-        keys = jax.random.split(jax.random.key(seed), 3)
-        params = init_params(keys[0], policy)
-        head = init_head(keys[1], self.head, params, np.arange(self.head.draft_vocab_size))
-        state = jax.block_until_ready(program.place(step.init(params, head)))
-        del params, head
-        like = self.prompts
-        tokens = jax.random.randint(keys[2], like.tokens.shape, 1, policy.vocab_size, jnp.int32)
+        peak, program, like = Peak(), self.program, self.prompts
+        state_key, prompts_key = jax.random.split(jax.random.key(seed))
+        state = jax.block_until_ready(program.place(self._first_state(state_key)))
+        vocab = program.step.engine.policy.vocab_size
+        tokens = jax.random.randint(prompts_key, like.tokens.shape, 1, vocab, jnp.int32)
         lengths = jnp.full(like.lengths.shape, like.tokens.shape[1], jnp.int32)
         prompts = Prompts(tokens, lengths, jnp.arange(lengths.shape[0], dtype=jnp.uint32))
         prompts = jax.tree.map(lambda x, to: jax.device_put(x, to.sharding), prompts, like)

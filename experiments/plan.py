@@ -13,9 +13,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 from jax.experimental import topologies
-from jax.sharding import AxisType, Mesh
+from jax.sharding import Mesh
 
 from experiments.abstract_run import AbstractStep, Sizes, abstract_step
 from experiments.common import Run, RunOptions, run_main
@@ -25,7 +24,7 @@ from specrl_jax.errors import InputError
 from specrl_jax.models.config import PolicyConfig
 from specrl_jax.models.huggingface import load_config, resolve_folder
 from specrl_jax.models.presets import PRESETS as POLICIES
-from specrl_jax.parallel.mesh import AXES, make_mesh, parse_mesh
+from specrl_jax.parallel.mesh import make_mesh, mesh_over, parse_mesh
 from specrl_jax.training.metrics import write_json
 from specrl_jax.training.pieces import Rehearsed
 
@@ -136,8 +135,7 @@ def mesh_of(config: Config) -> Mesh:
             f"--target {config.target} has {len(devices)} devices and mesh {axes} takes {axes.size}; choose a "
             "mesh of that many"
         )
-    shape = (axes.data, axes.fsdp, axes.tensor)
-    return Mesh(np.array(devices).reshape(shape), AXES, axis_types=(AxisType.Auto,) * len(AXES))
+    return mesh_over(axes, devices)
 
 
 def row_of(piece: str, program: Rehearsed, step: AbstractStep, on_cpu: bool) -> dict[str, Any]:

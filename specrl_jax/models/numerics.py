@@ -58,13 +58,6 @@ def isolated(fn: Callable[..., Any], *args: Any) -> Any:
     return lax.fori_loop(0, opaque_int(1), lambda _, __: fn(*args), empty)
 
 
-def advanced(fn: Callable[..., Any], state: Any, *args: Any) -> tuple[Any, Any]:
-    """`fn(state, *args) -> (state, more)` as `isolated`, the new state in place of the old one."""
-    more = jax.eval_shape(fn, state, *args)[1]
-    empty = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), more)
-    return lax.fori_loop(0, opaque_int(1), lambda _, carry: fn(carry[0], *args), (state, empty))
-
-
 def _leading(inputs: tuple[Array, ...]) -> int:
     return inputs[0].shape[0]
 

@@ -217,16 +217,16 @@ def forward(
         if cache is not None:
             raise ValueError("remat belongs to a forward without a cache")
         streams = _in_scans(lambda layer, x: through(layer, x, None)[0], params.layers, x, boundaries)
-        x = streams[len(params.layers)]
-    for i, layer in enumerate(() if remat else params.layers):
-        x, pages = through(layer, x, None if cache is None else (cache.keys[i], cache.values[i]))
-        streams[i + 1] = x
-        if pages is not None:
-            keys.append(pages[0])
-            values.append(pages[1])
+    else:
+        for i, layer in enumerate(params.layers):
+            x, pages = through(layer, x, None if cache is None else (cache.keys[i], cache.values[i]))
+            streams[i + 1] = x
+            if pages is not None:
+                keys.append(pages[0])
+                values.append(pages[1])
     features = jnp.concatenate([streams[b] for b in boundaries], axis=-1) if boundaries else None
     new_cache = None if cache is None else dataclasses.replace(cache, keys=tuple(keys), values=tuple(values))
-    return ForwardOutput(x, features, new_cache)
+    return ForwardOutput(streams[config.num_layers], features, new_cache)
 
 
 def head_weights(params: PolicyParams) -> tuple[Float[Array, "d"], Float[Array, "v d"]]:

@@ -8,8 +8,9 @@ import contextlib
 import logging
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 from jax.sharding import AxisType, Mesh
@@ -108,8 +109,13 @@ def make_mesh(config: MeshConfig, taken: int = 0) -> Mesh:
             f"mesh {config} takes {config.size} of {len(devices)} devices, but a run over several hosts "
             "must use them all; choose sizes whose product is that number"
         )
+    return mesh_over(config, devices[: config.size])
+
+
+def mesh_over(config: MeshConfig, devices: Sequence[Any]) -> Mesh:
+    """The mesh over just these devices, which need not be this machine's."""
     shape = (config.data, config.fsdp, config.tensor)
-    return jax.make_mesh(shape, AXES, axis_types=(AxisType.Auto,) * len(AXES), devices=devices[: config.size])
+    return jax.make_mesh(shape, AXES, axis_types=(AxisType.Auto,) * len(AXES), devices=devices)
 
 
 def unused_accelerator() -> str | None:

@@ -43,9 +43,14 @@ class MicrobatchConfig:
 
 def slots(lengths: Int[Array, "b"], width: int, config: MicrobatchConfig) -> Int[Array, ""]:
     """Tokens, padding included, that `over_microbatches` computes for sequences of these lengths out of `width`."""
-    widths = jnp.asarray(config.token_widths(width), jnp.int32)
+    widths = config.token_widths(width)
     longest = jnp.sort(lengths).reshape(-1, config.rows)[:, -1]
-    return config.rows * jnp.sum(widths[jnp.searchsorted(widths, longest)])
+    return config.rows * jnp.sum(jnp.asarray(widths, jnp.int32)[_narrowest(widths, longest)])
+
+
+def _narrowest(widths: tuple[int, ...], longest: Int[Array, "*m"]) -> Int[Array, "*m"]:
+    """Index of the smallest width that holds a sequence of `longest` tokens."""
+    return jnp.searchsorted(jnp.asarray(widths, jnp.int32), longest)
 
 
 def geometric_widths(shortest: float, count: int) -> tuple[float, ...]:
@@ -120,8 +125,7 @@ def over_microbatches(
     def body(i: Int[Array, ""], carry: tuple[Any, Any]) -> tuple[Any, Any]:
         sums, outputs = carry
         longest = lax.dynamic_slice_in_dim(lengths, i * config.rows, config.rows).max()
-        branch = jnp.sum(jnp.asarray(widths, jnp.int32) < longest)
-        new_sums, new_outputs = lax.switch(branch, [at_width(w) for w in widths], weights, take(i))
+        new_sums, new_outputs = lax.switch(_narrowest(widths, longest), [at_width(w) for w in widths], weights, take(i))
         sums = jax.tree.map(lambda total, new: total + new.astype(total.dtype), sums, new_sums)
         place = i * kept // microbatches  # where a later one falls on the same place, it stays
         outputs = jax.tree.map(

@@ -8,10 +8,11 @@ import jax
 import jax.numpy as jnp
 import optax
 from flax import struct
+from jax import lax
 from jaxtyping import Array, Float, Int
 
 from specrl_jax.errors import InputError
-from specrl_jax.models.numerics import advanced
+from specrl_jax.models.numerics import opaque_int
 from specrl_jax.parallel.sharding import field_name
 
 # Tables of tokens are no linear maps of activations; Muon leaves them, norms and biases to Adam.
@@ -209,9 +210,7 @@ def advance(
 ) -> tuple[Any, OptimizerState, Float[Array, ""]]:
     """`apply_gradients` compiled by itself, so that its bits do not depend on its surroundings, and in place."""
 
-    def apply(both: tuple[Any, OptimizerState], gradients: Any) -> tuple[tuple[Any, OptimizerState], Array]:
-        params, state, norm = apply_gradients(optimizer, *both, gradients)
-        return (params, state), norm
+    def body(_: Int[Array, ""], carry: tuple[Any, OptimizerState, Array]) -> tuple[Any, OptimizerState, Array]:
+        return apply_gradients(optimizer, *carry[:2], gradients)
 
-    (params, state), norm = advanced(apply, (params, state), gradients)
-    return params, state, norm
+    return lax.fori_loop(0, opaque_int(1), body, (params, state, jnp.float32(0.0)))

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import test_grpo
+from scripts import COMPILED
 from test_grpo import GROUPS, SAMPLES, EvenSum, first_state, scanned, sha
 from tiny import PLAIN
 
@@ -17,6 +18,7 @@ from specrl_jax.rl.tasks import for_every_sample
 from specrl_jax.rollout.control import Body, initial_control
 from specrl_jax.training.grpo_run import GrpoRun, RunConfig
 from specrl_jax.training.metrics import read_metrics
+from specrl_jax.training.pieces import Clock, StepPieces
 
 ci, full = pytest.mark.ci, pytest.mark.full
 LONGEST, BUFFER = 12, 5  # of test_grpo's programs
@@ -314,6 +316,21 @@ def test_pieces_and_the_scanned_step_give_the_same_bits(tmp_path, host):
         np.testing.assert_allclose(row["entropy"] * row["sampled_tokens"], float(batch.entropy_sum), rtol=1e-6)
         forwards = row["policy_forwards_per_sequence"] * row["sampled_groups"] * SAMPLES
         np.testing.assert_allclose(forwards, int(batch.stats.steps), rtol=1e-6)
+
+
+@ci
+def test_further_rollouts_of_a_rehearsed_step_compile_nothing():
+    program = make_program(3, dynamic_sampling=3)
+    state, pieces = first_state(program), StepPieces(program)
+    served = program.gather(state)
+    pieces.rehearse(state, served, *program.issue(served))
+    COMPILED.clear()
+    sampled = pieces.sample(Clock(), served, 0)
+    assert len(sampled.rollouts) > 1
+    state = program.dynamic_sampling.past(state, sampled.drawn)
+    pieces.learn(Clock(), state, sampled.trajectory, sampled.rewards)
+    ours = ("rollout", "_reward", "added", "prepare", "run")
+    assert not [name for name in COMPILED if name.removeprefix("jit(").removesuffix(")") in ours], COMPILED
 
 
 @ci

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from specrl_jax.drafters.draft_layer import LayerConfig, LayerParams, draft_logits
+from specrl_jax.drafters.draft_layer import LayerConfig, LayerParams
 from specrl_jax.drafters.draft_losses import (
     DraftBatch,
     DraftLossConfig,
@@ -25,7 +25,7 @@ from specrl_jax.drafters.draft_losses import (
     teacher,
 )
 from specrl_jax.drafters.eagle3_params import Eagle3Config, Eagle3Params
-from specrl_jax.drafters.eagle3_training import ttt_hidden
+from specrl_jax.drafters.eagle3_training import judged_steps
 from specrl_jax.drafters.heads import shared_with_head
 from specrl_jax.drafters.mtp_layouts import MtpConfig
 from specrl_jax.models.config import PolicyConfig
@@ -164,15 +164,9 @@ def unrolled_overlap(
     config: LayerConfig, params: LayerParams, shared: Shared, batch: DraftBatch, steps: int
 ) -> Float[Array, "i b t"]:
     """Overlap of every step's law with the policy's at every slot, `[i, :, p]` of the token at `p + 2 + i`."""
-    loss = DraftLossConfig(steps=steps)
-    law = teacher(batch, shared.head, loss.chunk)
-    weights, embed = params.with_rows(params.weights), params.embedding(shared.embed)
-    logits_of, found = partial(draft_logits, config), []
-    for step, hidden in enumerate(ttt_hidden(weights, embed, batch.tokens, batch.features, config, steps)):
-        following = jax.tree.map(lambda x, after=1 + step: shift(x, after), law)
-        judged = judge_all(loss, logits_of, weights, (hidden,), following, shared.head, params.target_ids)
-        found.append(judged.accepted)
-    return jnp.stack(found)
+    weights, shared = params.with_rows(params.weights), replace(shared, embed=params.embedding(shared.embed))
+    _, judged = judged_steps(weights, params.target_ids, shared, batch, config, DraftLossConfig(steps=steps))
+    return jnp.stack([step.accepted for step in judged])
 
 
 def _batch_of(

@@ -17,7 +17,7 @@ from specrl_jax.models.huggingface import save_policy
 from specrl_jax.models.numerics import Numerics
 from specrl_jax.models.params import init_params
 from specrl_jax.models.policy import forward, grid_batch, rms_norm, token_logits
-from specrl_jax.rl.optimizers import OptimizerConfig, make_optimizer
+from specrl_jax.rl.optimizers import OptimizerConfig, apply_gradients, make_optimizer
 
 VOCAB, ROWS, WIDTH, BATCH, PLAIN = 384, 64, 256, 4, Numerics("plain")
 # All angles of so small a base occur within a row, so that longer prompts show none that training did not.
@@ -45,8 +45,8 @@ def trained(loss, weights, batches, steps):
     @jax.jit
     def step(weights, state, batch):
         value, gradient = jax.value_and_grad(loss)(weights, batch)
-        updates, state = optimizer.update(gradient, state, weights)
-        return optax.apply_updates(weights, updates), state, value
+        weights, state, _ = apply_gradients(optimizer, weights, state, gradient)
+        return weights, state, value
 
     state = optimizer.init(weights)
     for i in range(steps):

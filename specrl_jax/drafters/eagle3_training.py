@@ -31,7 +31,9 @@ from specrl_jax.drafters.draft_losses import (
     DraftCounts,
     DraftLossConfig,
     DraftMetrics,
+    Judgement,
     Shared,
+    Teacher,
     add_up,
     drafted_slots,
     judge_all,
@@ -179,6 +181,27 @@ def draft_counts(
     return DraftCounts(drafted_count, trained_count)
 
 
+def judged_steps(
+    weights: LayerWeights,
+    target_ids: Int[Array, "dv"],
+    shared: Shared,
+    batch: DraftBatch,
+    config: LayerConfig,
+    loss_config: DraftLossConfig,
+) -> tuple[Teacher, list[Judgement]]:
+    """The policy's law at every slot, and the drafts of every step of the unroll judged by it.
+
+    Arguments are those of `draft_loss`. Slot `p` of step `i` is a draft of the token at `p + 2 + i`.
+    """
+    law = teacher(batch, shared.head, loss_config.chunk)
+    logits_of, judged = functools.partial(draft_logits, config), []
+    unroll = ttt_hidden(weights, shared.embed, batch.tokens, batch.features, config, loss_config.steps)
+    for step, hidden in enumerate(unroll):
+        following = jax.tree.map(lambda x, after=1 + step: shift(x, after), law)
+        judged.append(judge_all(loss_config, logits_of, weights, (hidden,), following, shared.head, target_ids))
+    return law, judged
+
+
 def draft_loss(
     weights: LayerWeights,
     target_ids: Int[Array, "dv"],
@@ -199,16 +222,10 @@ def draft_loss(
         counts: slots of the whole batch where `batch` is a part of it (a device, a microbatch); losses, metrics
             and gradients then add up over the parts.
     """
-    steps = loss_config.steps
     counts = draft_counts(target_ids, shared.head, batch, loss_config) if counts is None else counts
-    law = teacher(batch, shared.head, loss_config.chunk)
+    law, judged = judged_steps(weights, target_ids, shared, batch, config, loss_config)
     known = top_in_draft_vocab(target_ids, law.top, shared.head.shape[0])
-    logits_of = functools.partial(draft_logits, config)
-    judged, drafted, trained = [], [], []
-    for step, hidden in enumerate(ttt_hidden(weights, shared.embed, batch.tokens, batch.features, config, steps)):
-        following = jax.tree.map(lambda x, after=1 + step: shift(x, after), law)
-        judged.append(judge_all(loss_config, logits_of, weights, (hidden,), following, shared.head, target_ids))
-        drafted.append(drafted_slots(batch.mask, step))
-        trained.append(drafted[-1] & shift(known, 1 + step))
+    drafted = [drafted_slots(batch.mask, step) for step in range(loss_config.steps)]
+    trained = [at & shift(known, 1 + step) for step, at in enumerate(drafted)]
     metrics = add_up(judged, drafted, trained, counts)
     return weighted(loss_config, metrics), metrics

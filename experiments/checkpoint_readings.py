@@ -211,13 +211,13 @@ def _frequency_overlap(
 ) -> Float[Array, "b t"]:
     batch = _batch_of(policy, (0,), params, sequences)
     rows, loss = shared_with_head(params).head, DraftLossConfig(steps=1)
-    following = jax.tree.map(partial(shift, steps=1), teacher(batch, rows, loss.chunk))
+    states, following = jax.tree.map(partial(shift, steps=1), (batch.states, teacher(batch, rows, loss.chunk)))
 
     def drafts_of(shares: Array, slots: Array) -> Array:
         return jnp.broadcast_to(shares[None], (slots.shape[0], shares.shape[0]))
 
     slots = jnp.zeros((sequences.tokens.size,), jnp.float32)
-    return judge_all(loss, drafts_of, log_share, (slots,), following, rows, ids).accepted
+    return judge_all(loss, drafts_of, log_share, (slots,), states, following, rows, ids).accepted
 
 
 def frequency_overlap(

@@ -21,6 +21,7 @@ from experiments.common import Run, RunOptions, run_main
 from experiments.compiled_memory import memory_of
 from experiments.outputs import check_output, markdown_table, open_output, provenance, write_results
 from specrl_jax.errors import InputError
+from specrl_jax.models.backend import made_for
 from specrl_jax.models.config import PolicyConfig
 from specrl_jax.models.huggingface import load_config, resolve_folder
 from specrl_jax.models.presets import PRESETS as POLICIES
@@ -171,8 +172,9 @@ def main(config: Config) -> None:
     check_output(config.run, SCRIPT)
     step = abstract_step(policy_of(config.model), mesh_of(config), config.sizes)
     out = open_output(config.run, config, SCRIPT)
-    programs = step.rehearse()
     device = step.program.mesh.devices.flat[0]
+    with made_for(device.platform):
+        programs = step.rehearse()
     rows = [row_of(piece, programs[piece], step, device.platform == "cpu") for piece in PIECES]
     parts = {name: size / GIB for name, size in step.parts.items()}
     hints = [advice(row, parts, config.room) for row in rows if row["needed"] > config.room]

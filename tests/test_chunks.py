@@ -9,8 +9,15 @@ import pytest
 from jaxprs import array_sizes, equations
 from tiny import INVARIANT, PLAIN, POLICY
 
+from experiments.setup import draft_head_config
+from specrl_jax.drafters.draft_losses import DraftLossConfig
+from specrl_jax.drafters.heads import init_head, shared_with_head
 from specrl_jax.errors import InputError
 from specrl_jax.models.params import init_params
+from specrl_jax.parallel.mesh import make_mesh, parse_mesh
+from specrl_jax.rl.drafting import DraftTraining
+from specrl_jax.rl.microbatches import MicrobatchConfig
+from specrl_jax.rl.optimizers import OptimizerConfig
 from specrl_jax.rl.scoring import Scorer
 from specrl_jax.rollout.sampling import SamplingLaw
 from specrl_jax.rollout.trajectory import Sequences
@@ -73,3 +80,19 @@ def test_remat_computes_every_layer_again():
 def test_a_chunk_is_at_least_a_token():
     with pytest.raises(InputError, match="chunk of the training forward is 0; it must be at least 1 token"):
         Scorer(WIDE, SamplingLaw(), PLAIN, chunk=0)
+
+
+def test_a_draft_update_makes_the_policy_s_law_once():
+    """Over the whole vocabulary; what is trained reads it over the draft vocabulary."""
+    params, given = init_params(jax.random.key(1), WIDE), sequences(jnp.float32)
+    head, scorer = draft_head_config(WIDE, 64), Scorer(WIDE, SamplingLaw(), PLAIN)
+    training = DraftTraining(scorer, head, DraftLossConfig(2), OptimizerConfig(1e-2), MicrobatchConfig(ROWS, (1.0,)))
+    draft, mesh = init_head(jax.random.key(2), head, params, np.arange(64)), make_mesh(parse_mesh("data=1"))
+    examples = training.examples(params, given)
+
+    def update(draft):
+        return training.update(mesh, draft, training.init(draft), shared_with_head(params), examples)
+
+    products = [e.outvars[0].aval.shape for e in equations(update, draft) if e.primitive.name == "dot_general"]
+    assert sum(WIDE.vocab_size in shape for shape in products) == 1
+    assert sum(64 in shape for shape in products) >= 4

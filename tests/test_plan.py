@@ -8,6 +8,7 @@ import subprocess
 import sys
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from jaxprs import array_sizes
@@ -16,7 +17,10 @@ from scripts import refusal, run_script
 from experiments import plan
 from experiments.abstract_run import Sizes, abstract_step
 from experiments.compiled_memory import float32_copies
+from specrl_jax.models.backend import made_for
+from specrl_jax.models.cache import init_pool
 from specrl_jax.models.huggingface_config import config_to_hf
+from specrl_jax.models.numerics import Numerics
 from specrl_jax.models.presets import PRESETS
 from specrl_jax.parallel.mesh import make_mesh, parse_mesh
 
@@ -79,6 +83,20 @@ def test_float32_copies_are_those_that_the_program_does_not_have():
       %f = f32[16,16]{1,0} convert(%e)
     """
     assert float32_copies(traced, compiled) == {"f32[4, 8192, 4096]": 4 * 4 * 8192 * 4096}
+
+
+@ci
+def test_a_plan_for_a_tpu_has_the_pages_of_a_tpu():
+    sizes = {"num_layers": 1, "num_kv_heads": 2, "head_dim": 16, "pages": 3}
+
+    def pages():
+        pool = jax.eval_shape(lambda: init_pool(**sizes, dtype=jnp.bfloat16, numerics=Numerics("plain")))
+        return {x.dtype.name for x in jax.tree.leaves(pool)}
+
+    assert pages() == {"uint16"}
+    with made_for("tpu"):
+        assert pages() == {"bfloat16"}
+    assert pages() == {"uint16"}
 
 
 def eight_billion(layers=36):

@@ -171,8 +171,8 @@ def block_loss(
     for depth in range(config.drafts):
         own, before = hidden[:, :, depth], _at(batch.tokens, anchors + depth)
         drafts = (own.reshape(-1, own.shape[2]), before.reshape(-1))
-        there = jax.tree.map(lambda x, depth=depth: _at(x, anchors + depth), law)
-        judged.append(judge_all(loss_config, drafts_of, (weights, kernel), drafts, there, rows, target_ids))
+        states, there = jax.tree.map(lambda x, depth=depth: _at(x, anchors + depth), (batch.states, law))
+        judged.append(judge_all(loss_config, drafts_of, (weights, kernel), drafts, states, there, rows, target_ids))
         odds = confidence_logits(config, weights, own, before)
         if odds is not None:
             entropy = jax.nn.softplus(odds) - odds * judged[-1].accepted

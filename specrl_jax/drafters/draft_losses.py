@@ -16,6 +16,14 @@ from specrl_jax.models.numerics import in_chunks
 
 
 @struct.dataclass
+class Teacher:
+    """The policy's law of the token after every slot, in short: likeliest token and logarithm of its normaliser."""
+
+    top: Int[Array, "b t"]
+    log_total: Float[Array, "b t"]
+
+
+@struct.dataclass
 class DraftBatch:
     """What the policy's training forward leaves for the draft head; sequences start at slot 0, right-padded.
 
@@ -23,12 +31,15 @@ class DraftBatch:
     features: the policy's residual streams at the head's boundaries, concatenated, `[b, t, fd]`.
     states: what the policy's output rows read at slot `p`; `teacher` makes its law of the token after `p`, `[b, t, d]`.
     mask: True where a token belongs to a response, `[b, t]`.
+    law: what `teacher` made of the states, where it is kept, as it costs a product with the whole vocabulary; None: it
+        is made anew where it is read.
     """
 
     tokens: Int[Array, "b t"]
     features: Float[Array, "b t fd"]
     states: Float[Array, "b t d"]
     mask: Bool[Array, "b t"]
+    law: Teacher | None = None
 
 
 @struct.dataclass
@@ -123,17 +134,10 @@ class Judgement:
     accepted: Float[Array, "*n"]
 
 
-@struct.dataclass
-class Teacher:
-    """The policy's law of the token after every slot, in short: likeliest token and logarithm of its normaliser."""
-
-    states: Float[Array, "b t d"]
-    top: Int[Array, "b t"]
-    log_total: Float[Array, "b t"]
-
-
 def teacher(batch: DraftBatch, rows: Float[Array, "v d"], chunk: int) -> Teacher:
-    """The policy's law at every slot, made `chunk` slots at a time; no gradient reaches it."""
+    """The policy's law at every slot, made `chunk` slots at a time where it is not kept; no gradient reaches it."""
+    if batch.law is not None:
+        return batch.law
     states, rows = lax.stop_gradient((batch.states, rows))
 
     def read(rows: Array, states: Float[Array, "n d"]) -> tuple[Array, Array]:
@@ -142,7 +146,7 @@ def teacher(batch: DraftBatch, rows: Float[Array, "v d"], chunk: int) -> Teacher
 
     top, log_total = in_chunks(read, rows, (states.reshape(-1, states.shape[-1]),), chunk)
     shape = states.shape[:2]
-    return Teacher(states, top.reshape(shape), log_total.reshape(shape))
+    return Teacher(top.reshape(shape), log_total.reshape(shape))
 
 
 def judge_all(
@@ -150,6 +154,7 @@ def judge_all(
     drafts_of: Callable[..., Float[Array, "n dv"]],
     weights: Any,
     inputs: tuple[Array, ...],
+    states: Float[Array, "b t d"],
     known: Teacher,
     rows: Float[Array, "v d"],
     target_ids: Int[Array, "dv"],
@@ -159,7 +164,8 @@ def judge_all(
     Args:
         drafts_of: `(weights, *inputs) -> logits` of the head at some slots.
         inputs: arrays `[b * t, ...]`.
-        known: of the tokens that are drafted. rows: the policy's output rows.
+        states, known: the policy's, of the tokens that are drafted; no gradient reaches them.
+        rows: the policy's output rows.
     """
 
     def one(weights: Any, states: Array, top: Array, log_total: Array, *x: Array) -> Judgement:
@@ -167,8 +173,8 @@ def judge_all(
         log_p = logits_of(states, restricted) - log_total[:, None]
         return judge(config, drafts_of(own, *x), log_p, top, target_ids)
 
-    flat = (known.states.reshape(-1, known.states.shape[-1]), known.top.reshape(-1), known.log_total.reshape(-1))
-    restricted = lax.stop_gradient(rows)[target_ids]
+    states, restricted = lax.stop_gradient((states, rows[target_ids]))
+    flat = (states.reshape(-1, states.shape[-1]), known.top.reshape(-1), known.log_total.reshape(-1))
     judged = in_chunks(one, (weights, restricted), (*flat, *inputs), config.chunk)
     return jax.tree.map(lambda x: x.reshape(known.top.shape), judged)
 

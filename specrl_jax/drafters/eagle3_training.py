@@ -197,8 +197,8 @@ def judged_steps(
     logits_of, judged = functools.partial(draft_logits, config), []
     unroll = ttt_hidden(weights, shared.embed, batch.tokens, batch.features, config, loss_config.steps)
     for step, hidden in enumerate(unroll):
-        following = jax.tree.map(lambda x, after=1 + step: shift(x, after), law)
-        judged.append(judge_all(loss_config, logits_of, weights, (hidden,), following, shared.head, target_ids))
+        states, following = jax.tree.map(lambda x, after=1 + step: shift(x, after), (batch.states, law))
+        judged.append(judge_all(loss_config, logits_of, weights, (hidden,), states, following, shared.head, target_ids))
     return law, judged
 
 

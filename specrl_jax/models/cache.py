@@ -10,12 +10,12 @@ read. Rejected drafts therefore need no rollback; the next round overwrites them
 from dataclasses import replace
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from flax import struct
 from jax import lax
 from jaxtyping import Array, Float, Int, Shaped
 
+from specrl_jax.models.backend import backend
 from specrl_jax.models.numerics import Numerics
 
 NO_PAGE = 2**30
@@ -96,7 +96,7 @@ def read_slots(
 def stored_dtype(dtype: Any) -> Any:
     """What pages are made of. A CPU keeps bfloat16 as the integers that it is: XLA would make a float32 copy of a whole
     pool to touch one of its slots."""
-    return jnp.uint16 if dtype == jnp.bfloat16 and jax.default_backend() == "cpu" else dtype
+    return jnp.uint16 if dtype == jnp.bfloat16 and backend() == "cpu" else dtype
 
 
 def _stored(x: Array) -> Array:

@@ -7,6 +7,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
+from specrl_jax.models.backend import backend
+
 # Measured on two cores, widths 448 and 1280: for 4 to 64 tokens 0.78 to 0.87 of the time, the same from 128 on.
 _FEW_TOKENS = 64
 
@@ -17,7 +19,7 @@ def linear(x: Float[Array, "n i"], kernel: Float[Array, "o i"], dtype: Any = Non
     On a CPU a few tokens stand as columns beside the kernel: XLA's product then reads the kernel along its rows,
     without packing it first. The barriers keep the compiler from turning this back.
     """
-    if not 1 < x.shape[0] <= _FEW_TOKENS or jax.default_backend() != "cpu":
+    if not 1 < x.shape[0] <= _FEW_TOKENS or backend() != "cpu":
         return jnp.einsum("ni,oi->no", x, kernel, preferred_element_type=dtype)
     columns = lax.optimization_barrier(x.T)
     return lax.optimization_barrier(jnp.einsum("oi,in->on", kernel, columns, preferred_element_type=dtype)).T

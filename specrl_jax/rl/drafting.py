@@ -16,13 +16,13 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
-from specrl_jax.drafters.draft_losses import DraftBatch, DraftLossConfig, Shared
+from specrl_jax.drafters.draft_losses import DraftBatch, DraftLossConfig, Shared, teacher
 from specrl_jax.drafters.heads import HeadConfig, HeadParams, head_counts, head_loss
 from specrl_jax.errors import InputError
 from specrl_jax.models.numerics import isolated
 from specrl_jax.models.params import PolicyParams
 from specrl_jax.parallel.sharding import ROWS, Layout, over_mesh, sum_over_rows
-from specrl_jax.rl.microbatches import MicrobatchConfig, over_microbatches, sorted_order
+from specrl_jax.rl.microbatches import MicrobatchConfig, in_given_order, over_microbatches, sorted_order
 from specrl_jax.rl.optimizers import OptimizerConfig, advance, make_optimizer, skipped_updates
 from specrl_jax.rl.scoring import Scorer
 from specrl_jax.rollout.trajectory import Sequences
@@ -173,14 +173,23 @@ class DraftTraining:
 
     def _summed_gradients(self, weights: Any, params: HeadParams, shared: Shared, examples: DraftExamples) -> Any:
         """Loss with its metrics, and gradient, over the mesh."""
-        counts = sum_over_rows(head_counts(self.head, params, shared, examples.batch, self.loss))
+
+        def read(shared: Shared, micro: DraftBatch) -> tuple[Any, Any]:
+            law = teacher(micro, shared.head, self.loss.chunk)
+            return head_counts(self.head, params, shared, dataclasses.replace(micro, law=law), self.loss), law
+
+        def over(fn: Any, weights: Any, batch: DraftBatch) -> tuple[Any, Any]:
+            return over_microbatches(fn, weights, batch, examples.lengths, self.microbatch)
+
+        counts, law = over(read, shared, examples.batch)
+        counts = sum_over_rows(counts)
+        batch = dataclasses.replace(examples.batch, law=in_given_order(law, examples.lengths))
 
         def gradients(weights: Any, micro: DraftBatch) -> tuple[Any, Any]:
             value = jax.value_and_grad(head_loss, has_aux=True)
             return value(weights, params, shared, micro, self.head, self.loss, counts), ()
 
-        sums, _ = over_microbatches(gradients, weights, examples.batch, examples.lengths, self.microbatch)
-        return sum_over_rows(sums)
+        return sum_over_rows(over(gradients, weights, batch)[0])
 
     def _averaged(self, mean: Any, weights: Any) -> Any:
         keep = self.average

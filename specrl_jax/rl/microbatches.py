@@ -101,7 +101,7 @@ def over_microbatches(
 
     Returns:
         The sums, and the outputs of the microbatches padded to the full width, one after another; of all of them,
-        `sorted_order(lengths)` tells which sequence they belong to.
+        `sorted_order(lengths)` tells which sequence they belong to, and `in_given_order` puts them back.
     """
     count = lengths.shape[0]
     check_microbatch(config, count)
@@ -139,6 +139,12 @@ def over_microbatches(
         jax.tree.map(lambda s: jnp.zeros((kept * s.shape[0], *s.shape[1:]), s.dtype), outputs),
     )
     return lax.fori_loop(0, opaque_int(microbatches), body, start)
+
+
+def in_given_order(ordered: Any, lengths: Int[Array, "b"]) -> Any:
+    """Outputs of all microbatches, `[b, ...]`, as their sequences came."""
+    order = sorted_order(lengths)
+    return jax.tree.map(lambda x: jnp.zeros_like(x).at[order].set(x), ordered)
 
 
 def sorted_order(lengths: Int[Array, "b"]) -> Int[Array, "b"]:

@@ -14,7 +14,7 @@ from specrl_jax.models.config import PolicyConfig
 from specrl_jax.models.numerics import Numerics
 from specrl_jax.models.params import PolicyParams
 from specrl_jax.models.policy import forward, grid_batch, rms_norm, sequence_positions
-from specrl_jax.rl.microbatches import MicrobatchConfig, over_microbatches, sorted_order
+from specrl_jax.rl.microbatches import MicrobatchConfig, in_given_order, over_microbatches
 from specrl_jax.rollout.sampling import Context, SamplingLaw, score_tokens
 from specrl_jax.rollout.trajectory import Sequences
 
@@ -117,4 +117,4 @@ class Scorer:
             return (), self.score(params, micro).log_probs
 
         _, ordered = over_microbatches(score, params, sequences, sequences.lengths, microbatch)
-        return jnp.zeros_like(ordered).at[sorted_order(sequences.lengths)].set(ordered)
+        return in_given_order(ordered, sequences.lengths)

@@ -142,7 +142,8 @@ class AbstractStep:
         if piece == "time_update_s":
             return bytes_of(state.draft_opt_state)
         if piece == "time_draft_update_s":
-            return lean
+            read = bytes_of((state.params.embed, state.params.head))
+            return lean + bytes_of(state.params) - read
         # Where nothing is gathered, a rollout reads the weights where they are.
         gathers = self.program.mesh.shape[FSDP] > 1
         return lean + bytes_of(state.draft_opt_state) + (bytes_of((state.params, state.draft)) if gathers else 0)

@@ -1,5 +1,6 @@
 """What a compiled program takes of a device's memory, as its compiler says."""
 
+import ctypes
 import gc
 import math
 import re
@@ -92,12 +93,13 @@ class Peak:
 
     def __init__(self) -> None:
         self._on_cpu = jax.default_backend() == "cpu"
+        _give_back()
         self._before = self._now()
 
     def __call__(self, fn: Callable[..., Any], *args: Any) -> tuple[Any, "Taken"]:
         """`fn(*args)`, and what it took."""
         if self._on_cpu:
-            gc.collect()
+            _give_back()
             Path("/proc/self/clear_refs").write_text("5")
         start = time.perf_counter()
         result = jax.block_until_ready(fn(*args))
@@ -108,6 +110,14 @@ class Peak:
 
     def _peak(self) -> int:
         return _of_process("VmHWM") if self._on_cpu else sum(_stats("peak_bytes_in_use"))
+
+
+def _give_back() -> None:
+    """What was freed, which glibc keeps otherwise, goes back to the system."""
+    gc.collect()
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
 
 
 def _of_process(name: str) -> int:

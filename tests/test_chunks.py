@@ -37,7 +37,11 @@ def sequences(dtype):
     return Sequences(tokens, lengths, mask, jnp.zeros((ROWS, WIDTH), dtype), jnp.full((ROWS, WIDTH), -5.5, dtype), None)
 
 
-@pytest.mark.parametrize("law", [SamplingLaw(0.7), SamplingLaw(top_p=0.9)], ids=["plain", "filtered"])
+@pytest.mark.parametrize(
+    "law",
+    [SamplingLaw(0.7), SamplingLaw(top_p=0.9), SamplingLaw(repetition_penalty=1.3)],
+    ids=["plain", "filtered", "penalised"],
+)
 @pytest.mark.parametrize("numerics", [PLAIN, INVARIANT], ids=["plain", "invariant"])
 def test_chunks_change_nothing(numerics, law):
     with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):

@@ -140,13 +140,14 @@ def test_8b_compiles_for_eight_devices_below_70_gib(tmp_path):
 @full
 def test_a_plan_is_within_a_tenth_of_what_a_process_takes(tmp_path):
     policy = dataclasses.replace(
-        PRESETS["tiny-qwen3"], vocab_size=16_384, hidden_size=512, intermediate_size=1536, num_layers=8, num_heads=8,
-        num_kv_heads=4, head_dim=64, tie_embeddings=False,
+        PRESETS["tiny-qwen3"], vocab_size=32_768, hidden_size=1024, intermediate_size=3072, num_layers=12,
+        num_heads=16, num_kv_heads=8, head_dim=64, tie_embeddings=False,
     )  # fmt: skip
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text(json.dumps(config_to_hf(policy)))
-    sizes = {"context": 512, "prompt-tokens": 64, "microbatch-tokens": 4096, "rows": 32, "prompts": 8, "samples": 8,
-             "draft-vocab": 8192, "draft-microbatches": 4}  # fmt: skip
+    sizes = {"context": 128, "prompt-tokens": 64, "microbatch-tokens": 1024, "rows": 16, "prompts": 4, "samples": 4,
+             "draft-vocab": 16_384, "draft-microbatches": 2}  # fmt: skip
     options = [text for name, value in sizes.items() for text in (f"--sizes.{name}", value)]
-    for row in planned(tmp_path / "run", "--model", tmp_path / "model", "--mesh", "data=1", "--measure", *options):
-        assert abs(row["measured"] / row["total"] - 1) < 0.1, row
+    rows = planned(tmp_path / "run", "--model", tmp_path / "model", "--mesh", "data=1", "--measure", *options)
+    apart = {row["program"]: row["measured"] / row["total"] - 1 for row in rows}
+    assert all(abs(share) < 0.1 for share in apart.values()), apart

@@ -68,6 +68,7 @@ REDUCED: dict[str, Any] = {
         "vocab_size": 128,
         "online_microbatches": 1,
         "microbatch": {"rows": 1, "widths": (1.0,)},
+        "tolerance": 0.0,
     },
     "steps": 2,
     "eval_problems": 2,

@@ -3,11 +3,10 @@
 from dataclasses import dataclass
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from flax import struct
 from jax import lax
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from specrl_jax.errors import InputError
 from specrl_jax.models.config import PolicyConfig
@@ -15,7 +14,7 @@ from specrl_jax.models.numerics import Numerics
 from specrl_jax.models.params import PolicyParams
 from specrl_jax.models.policy import forward, grid_batch, rms_norm, sequence_positions
 from specrl_jax.rl.microbatches import MicrobatchConfig, in_given_order, over_microbatches
-from specrl_jax.rollout.sampling import Context, SamplingLaw, score_tokens
+from specrl_jax.rollout.sampling import SamplingLaw, score_tokens
 from specrl_jax.rollout.trajectory import Sequences
 
 
@@ -73,7 +72,8 @@ class Scorer:
             out.hidden,
             following,
             self._thresholds(sequences),
-            self._context(sequences),
+            self._position(sequences),
+            sequences.tokens,
             self.numerics,
             self.chunk,
         )
@@ -97,16 +97,10 @@ class Scorer:
             return jnp.full((sequences.tokens.size,), -jnp.inf)
         return jnp.roll(sequences.thresholds, -1, axis=1).reshape(-1)
 
-    def _context(self, sequences: Sequences) -> Context:
-        """What the law of token `t + 1` reads, at slot `t`."""
-        rows, width = sequences.tokens.shape
-        slots = jnp.arange(width, dtype=jnp.int32)[None]
-        position = slots + 1 - jnp.argmax(sequences.mask, axis=1).astype(jnp.int32)[:, None]
-        seen = None
-        if self.law.reads_history:
-            here = jax.nn.one_hot(sequences.tokens, self.policy.vocab_size, dtype=bool)
-            seen = lax.associative_scan(jnp.logical_or, here, axis=1).reshape(rows * width, -1)
-        return Context(position.reshape(-1), seen)
+    def _position(self, sequences: Sequences) -> Int[Array, "n"]:
+        """Of token `t + 1` in its response, at slot `t`."""
+        slots = jnp.arange(sequences.tokens.shape[1], dtype=jnp.int32)[None]
+        return (slots + 1 - jnp.argmax(sequences.mask, axis=1).astype(jnp.int32)[:, None]).reshape(-1)
 
     def log_probs(
         self, params: PolicyParams, sequences: Sequences, microbatch: MicrobatchConfig

@@ -3,6 +3,7 @@
 import functools
 import math
 from dataclasses import dataclass, replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -273,7 +274,8 @@ def score_tokens(
     hidden: Float[Array, "n d"],
     tokens: Int[Array, "n"],
     thresholds: Float[Array, "n"],
-    context: Context,
+    position: Int[Array, "n"],
+    sequences: Int[Array, "b t"],
     numerics: Numerics,
     chunk: int,
 ) -> TokenLaw:
@@ -281,7 +283,25 @@ def score_tokens(
 
     A given token belongs to its support even where its probability has since fallen below the threshold.
     The laws of at most `chunk` tokens exist at a time, in the gradient too.
+
+    Args:
+        position: index of the given token in its response.
+        sequences: tokens of all slots, of which the hidden states are those one after another, `n = b * t`.
     """
     block = functools.partial(_score_block, config, law)
-    inputs = (hidden, tokens, thresholds, *_given(context))
-    return in_chunks(lambda weights, *x: map_tokens(block, weights, x, numerics), head_weights(params), inputs, chunk)
+
+    def one(weights: Any, index: Int[Array, "c"], *inputs: Array) -> TokenLaw:
+        head, sequences = weights
+        seen = (_seen(sequences, index, config.vocab_size),) if law.reads_history else ()
+        return map_tokens(block, head, (*inputs, *seen), numerics)
+
+    inputs = (jnp.arange(hidden.shape[0], dtype=jnp.int32), hidden, tokens, thresholds, position)
+    return in_chunks(one, (head_weights(params), sequences), inputs, chunk)
+
+
+def _seen(sequences: Int[Array, "b t"], index: Int[Array, "n"], vocab_size: int) -> Bool[Array, "n v"]:
+    """Vocabulary entries up to some slots of their sequences; slots are numbered through all sequences."""
+    row, slot = jnp.divmod(index, sequences.shape[1])
+    there = jnp.arange(sequences.shape[1], dtype=jnp.int32)[None] <= slot[:, None]
+    own = jnp.arange(index.shape[0], dtype=jnp.int32)[:, None]
+    return jnp.zeros((index.shape[0], vocab_size), bool).at[own, sequences[row]].max(there)

@@ -118,7 +118,8 @@ class AbstractStep:
         """What the pieces of a step take, random weights and prompts and all, by running them."""
         peak, program, like = Peak(), self.program, self.prompts
         state_key, prompts_key = jax.random.split(jax.random.key(seed))
-        state = jax.block_until_ready(program.place(self._first_state(state_key)))
+        made = jax.jit(self._first_state, out_shardings=program.shardings(self.state))
+        state = jax.block_until_ready(made(state_key))
         vocab = program.step.engine.policy.vocab_size
         tokens = jax.random.randint(prompts_key, like.tokens.shape, 1, vocab, jnp.int32)
         lengths = jnp.full(like.lengths.shape, like.tokens.shape[1], jnp.int32)

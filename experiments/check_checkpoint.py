@@ -15,7 +15,8 @@ The first three are found by reading the head otherwise than its folder says: a 
 more of the drafts, and by more than three standard errors over the responses. Positions stop where the head drafts 0.03
 better when it counts them anew behind the middle of the prompt (or its max_position_embeddings), but not before. A
 tokenizer is another's where text is not half a nat per token likelier than its tokens renamed, or costs more than by
-the frequencies of its bytes. A head that drafts no better than the frequencies of tokens is said to be of no use. Exit
+the frequencies of its bytes. A head that drafts no better than the frequencies of tokens is said to be of no use. Of
+other drafters than EAGLE-3 and MTP heads, only acceptance and tokenizer are looked at, and the verdict says so. Exit
 status 0: nothing was found; 1: something was, and all results are written; 2: the input cannot be used.
 """
 
@@ -166,7 +167,7 @@ def acceptance_rows(config: Config, model: Model, trajectory: Trajectory) -> lis
 def check_readings(config: Config, model: Model, trajectory: Trajectory) -> Judged:
     """The head, read as its folder says and otherwise, on the policy's own responses."""
     if not isinstance(model.drafter, LayerDrafter):
-        return [], []
+        return [row("readings", "not judged: neither an EAGLE-3 nor an MTP head", None)], []
     assert model.params is not None
     draft: Any = model.draft
     sequences = to_sequences(jax.tree.map(jnp.asarray, trajectory))
@@ -208,7 +209,8 @@ def verdict_of(config: Config, model: Model, found: list[Finding]) -> str:
     if config.model.policy is None:
         return "none, policy and head are random; give --policy and --drafter"
     if not found:
-        return "no fault found"
+        judged = isinstance(model.drafter, LayerDrafter)
+        return "no fault found" if judged else "no fault found, but how this drafter reads was not judged"
     return "; also ".join(finding.sentence for finding in found)
 
 

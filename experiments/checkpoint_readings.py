@@ -65,9 +65,10 @@ def _boundary_readings(config: LayerConfig, params: LayerParams, num_layers: int
         meant = [boundary + by for boundary in config.boundaries]
         if meant[0] < 0 or meant[-1] > num_layers:
             continue
-        field = "num_hidden_layers" if isinstance(config, MtpConfig) else "residual_boundaries under eagle_config"
         because = f"its features are one layer off, it reads boundaries {list(config.boundaries)}"
-        remedy = f"set {field} to {meant} in its config.json"
+        remedy = f"set residual_boundaries under eagle_config to {meant} in its config.json"
+        if isinstance(config, MtpConfig):
+            remedy = f"it was trained behind layer {meant[0]}; train it again, or give the policy that it was made for"
         found.append(Reading(name, "boundaries", because, remedy, _shifted(config, by), params))
     return found
 

@@ -100,7 +100,7 @@ def preset_config(
     """
     if name not in presets:
         raise InputError(f'--preset "{name}" is unknown; choose one of {", ".join(presets)}')
-    run = {"preset": name, "out": Path("runs") / f"{script}-{name}"}
+    run = {"preset": name, "out": Path("runs") / f"{script.rpartition('.')[2]}-{name}"}
     return apply_preset(apply_preset(config(), {"run": run}), presets[name])
 
 
@@ -118,7 +118,7 @@ def parse_config(
         config: frozen dataclass with a default for every field and a field `run: Run`.
         presets: changes to those defaults by preset name; the first is taken when none is asked for.
         argv: the arguments, without the program's name.
-        script: name of the script; the default of --out is runs/SCRIPT-PRESET.
+        script: name of the script below experiments; the default of --out is runs/SCRIPT-PRESET.
         description: text of --help.
 
     Raises:
@@ -137,20 +137,27 @@ def parse_config(
     )
 
 
-def run_main(main: Callable[[ConfigT], None], config: type[ConfigT], presets: Mapping[str, Mapping[str, Any]]) -> None:
+def run_main(
+    main: Callable[[ConfigT], None],
+    config: type[ConfigT],
+    presets: Mapping[str, Mapping[str, Any]],
+    *,
+    script: str | None = None,
+    description: str | None = None,
+) -> None:
     """Parse the command line and call `main`; bad input ends in one sentence and exit status 2.
 
-    Args: see `parse_config`; --help shows the docstring of the module that `main` is defined in.
+    Args: see `parse_config`; by default name and docstring of the module that `main` is defined in.
     """
-    script = Path(inspect.getfile(main)).stem
-    description = inspect.getdoc(inspect.getmodule(main)) or ""
+    own = Path(inspect.getfile(main)).stem
+    description = description or inspect.getdoc(inspect.getmodule(main)) or ""
     try:
-        parsed = parse_config(config, presets, sys.argv[1:], script=script, description=description)
+        parsed = parse_config(config, presets, sys.argv[1:], script=script or own, description=description)
         options: RunOptions = parsed.run  # type: ignore[attr-defined]
         meshes = (getattr(parsed, name, default) for name, default in (("mesh", "auto"), ("rollout_mesh", None)))
         request_cpu_devices(*filter(None, meshes), processes=options.processes or 1)
-        if options.coordinator is not None and script != "train_grpo":
-            raise InputError(f"--coordinator is for train_grpo; {script} runs in one process, so leave it out")
+        if options.coordinator is not None and own != "train_grpo":
+            raise InputError(f"--coordinator is for train_grpo; {own} runs in one process, so leave it out")
         join(options.coordinator, options.processes, options.process)
         configure_jax()
         with _first_speaks():

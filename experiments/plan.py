@@ -117,7 +117,7 @@ def policy_of(model: str) -> PolicyConfig:
 
 
 def mesh_of(config: Config) -> Mesh:
-    """The devices that are compiled for; none of them need exist."""
+    """The devices that are compiled for; none of them need exist for a TPU, or on a CPU."""
     axes = parse_mesh(config.mesh)
     if config.target == "here":
         return make_mesh(axes)

@@ -47,16 +47,16 @@ DAPO: dict[str, Any] = {
     "eval_problems": 30,
     "eval_every": 10,
 }
-"""DAPO (arXiv 2503.14476) on its mathematics, with what NVIDIA's run is known to have had (arXiv 2604.26779): 64
-prompts of 16 responses, learning rate 1e-6 after 10 steps, weight decay 0.1, no KL penalty, token mean,
-k = 3; the context is that of DAPO."""
+"""DAPO (arXiv 2503.14476) on its mathematics, with k = 3 as in NVIDIA's run (arXiv 2604.26779), which does not tell its
+other settings: 64 prompts of 16 responses, learning rate 1e-6 after 10 steps, weight decay 0.1, no KL penalty and token
+mean are those of its first author's public code. The context is shorter than DAPO's 20,480."""
 
 REDUCED: dict[str, Any] = {
     "mesh": "data=1,fsdp=2,tensor=1",
     "prompts": 4,
     "samples": 4,
     "rows": 4,
-    "max_prompt_tokens": 64,
+    "max_prompt_tokens": 256,
     "max_new_tokens": 32,
     "overlong_buffer": 8,
     "microbatch": {"rows": 4, "widths": (0.5, 1.0)},

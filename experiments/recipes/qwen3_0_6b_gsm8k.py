@@ -2,8 +2,8 @@
 
     python -m experiments.recipes.qwen3_0_6b_gsm8k
 
-Memory: `python -m experiments.plan --preset 0.6b` compiles its pieces for one device. Not measured on a GPU; a step of
-this shape on a CPU is measured in README.
+Memory: `python -m experiments.plan --preset 0.6b` compiles its pieces for one device, without the controller's further
+draft lengths. Not measured on a GPU.
 
 Expected: not measured. The head is trained on the policy's own answers before the run; small policies gain least from
 drafts, since a draft step costs more of a policy step.
@@ -65,4 +65,4 @@ PRESETS: dict[str, Mapping[str, Any]] = {
 }
 
 if __name__ == "__main__":
-    run_main(train_grpo.main, Config, PRESETS)
+    run_main(train_grpo.main, Config, PRESETS, script="recipes.qwen3_0_6b_gsm8k", description=__doc__)

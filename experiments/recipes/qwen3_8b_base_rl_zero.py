@@ -5,9 +5,11 @@
 
 No public head was made for the base policy, so the run first trains one on the policy's responses to prompts of the run
 (the initialisation that NVIDIA found best), for 2,048 prompts of 4 responses. A block drafter for it comes from
-`python -m experiments.train_draft --policy Qwen/Qwen3-8B-Base --kind dspark`.
+`python -m experiments.train_draft --policy Qwen/Qwen3-8B-Base --task jsonl --data BytedTsinghua-SIA/DAPO-Math-17k
+--head.kind block`.
 
-Memory: as `qwen3_8b_rl_think`, whose shapes it shares: fits 80 GB by compilation. Not measured on GPUs.
+Memory: that of `qwen3_8b_rl_think`, whose shapes it shares; the first training of the head, a block drafter and dynamic
+sampling are not planned. Not measured on GPUs.
 
 Disk: a checkpoint holds weights, float32 masters and both moments, about 115 GB, and four of them must fit.
 
@@ -37,4 +39,4 @@ PRESETS: dict[str, Mapping[str, Any]] = {
 }
 
 if __name__ == "__main__":
-    run_main(train_grpo.main, Config, PRESETS)
+    run_main(train_grpo.main, Config, PRESETS, script="recipes.qwen3_8b_base_rl_zero", description=__doc__)

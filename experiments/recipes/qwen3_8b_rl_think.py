@@ -4,14 +4,15 @@
     python -m experiments.recipes.qwen3_8b_rl_think --preset block     # a public DFlash block drafter instead
 
 Memory, compiled for eight devices at 16,384 tokens, two sequences in a microbatch and 16 live rows per device
-(`python -m experiments.plan`; README): fits 80 GB. Not measured on GPUs.
+(`python -m experiments.plan`; README): a step with an EAGLE-3 head fits 80 GB by what is `needed`, a lower estimate. A
+block drafter and dynamic sampling are not planned. Not measured on GPUs.
 
 Disk: a checkpoint holds weights, float32 masters and both moments, about 115 GB, and four of them must fit.
 
 Expected, not measured here: NVIDIA's run of this policy and data on 32 GB200 (arXiv 2604.26779) had an acceptance
 length of 2.77 at k = 3, rollouts 1.54 times and steps 1.35 times as fast, and the accuracy of the run without drafts.
-For the DFlash drafter others report 3.45 and steps 1.88 times as fast on a Qwen3-8B rollout at another setting.
-Check policy and head first: `python -m experiments.check_checkpoint --policy Qwen/Qwen3-8B --drafter ...`.
+For a DFlash drafter trained along, arXiv 2609.07108 reports 3.45 and steps 1.88 times as fast at another setting.
+Check policy and EAGLE-3 head first: `python -m experiments.check_checkpoint --policy Qwen/Qwen3-8B --drafter ...`.
 """
 
 from collections.abc import Mapping
@@ -30,4 +31,4 @@ PRESETS: dict[str, Mapping[str, Any]] = {
 }
 
 if __name__ == "__main__":
-    run_main(train_grpo.main, Config, PRESETS)
+    run_main(train_grpo.main, Config, PRESETS, script="recipes.qwen3_8b_rl_think", description=__doc__)

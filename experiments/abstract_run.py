@@ -19,6 +19,7 @@ from specrl_jax.drafters.draft_losses import DraftLossConfig
 from specrl_jax.drafters.eagle3_params import Eagle3Config
 from specrl_jax.drafters.heads import drafter_for_head, init_head
 from specrl_jax.errors import InputError
+from specrl_jax.models.backend import backend
 from specrl_jax.models.config import PolicyConfig
 from specrl_jax.models.numerics import Numerics
 from specrl_jax.models.params import init_params
@@ -118,8 +119,7 @@ class AbstractStep:
         """What the pieces of a step take, random weights and prompts and all, by running them."""
         peak, program, like = Peak(), self.program, self.prompts
         state_key, prompts_key = jax.random.split(jax.random.key(seed))
-        made = jax.jit(self._first_state, out_shardings=program.shardings(self.state))
-        state = jax.block_until_ready(made(state_key))
+        state = jax.block_until_ready(self._placed_state(state_key))
         vocab = program.step.engine.policy.vocab_size
         tokens = jax.random.randint(prompts_key, like.tokens.shape, 1, vocab, jnp.int32)
         lengths = jnp.full(like.lengths.shape, like.tokens.shape[1], jnp.int32)
@@ -136,6 +136,12 @@ class AbstractStep:
         del prepared
         _, found["time_draft_update_s"] = peak(program.update_drafter, state, trajectory, examples)
         return found
+
+    def _placed_state(self, key: Any) -> GrpoState:
+        """A first state on the mesh, made where it lies: no device could hold all of a large one."""
+        if backend() == "cpu":  # whose devices share their memory, and whose compiler is slow at it
+            return self.program.place(self._first_state(key))
+        return jax.jit(self._first_state, out_shardings=self.program.shardings(self.state))(key)
 
     def beside(self, piece: str) -> int:
         """Bytes of the training's state on one device that a piece does not take as an argument."""

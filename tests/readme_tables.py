@@ -370,6 +370,15 @@ def lag_table() -> str:
     return markdown_table(rows)
 
 
+def measured_plan_table() -> str:
+    """Memory and time of the pieces of a step of Qwen3-0.6B on a CPU, from results/plans."""
+    rows = []
+    for row in _read(ROOT / "results" / "plans" / "qwen3_0_6b_cpu_measured.json")["rows"]:
+        figures = {name: f"{row[name]:.2f}" for name in ("total", "measured", "seconds")}
+        rows.append({"program": row["program"]} | figures)
+    return markdown_table(rows)
+
+
 def plans_table() -> str:
     """Memory of the pieces of a step of Qwen3-8B by compiler, from results/plans."""
     rows = []
@@ -401,6 +410,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "mesh_ties": mesh_ties_table,
     "lag": lag_table,
     "plans": plans_table,
+    "measured_plan": measured_plan_table,
 }
 
 

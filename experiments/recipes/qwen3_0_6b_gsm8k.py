@@ -3,7 +3,7 @@
     python -m experiments.recipes.qwen3_0_6b_gsm8k
 
 Memory: `python -m experiments.plan --preset 0.6b` compiles its pieces for one device, without the controller's further
-draft lengths. Not measured on a GPU.
+draft lengths. Not measured on a GPU; a step of this shape on a CPU, at small sizes, is in README.
 
 Expected: not measured. The head is trained on the policy's own answers before the run; small policies gain least from
 drafts, since a draft step costs more of a policy step.

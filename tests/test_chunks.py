@@ -100,3 +100,21 @@ def test_a_draft_update_makes_the_policy_s_law_once():
     products = [e.outvars[0].aval.shape for e in equations(update, draft) if e.primitive.name == "dot_general"]
     assert sum(WIDE.vocab_size in shape for shape in products) == 1
     assert sum(64 in shape for shape in products) >= 4
+
+
+def test_a_draft_update_does_not_depend_on_order_and_microbatches():
+    """Sequences from the shortest to the longest all together, and in another order one by one."""
+    params, given = init_params(jax.random.key(1), WIDE), sequences(jnp.float32)
+    head, scorer = draft_head_config(WIDE, 64), Scorer(WIDE, SamplingLaw(), PLAIN)
+    draft, mesh = init_head(jax.random.key(2), head, params, np.arange(64)), make_mesh(parse_mesh("data=1"))
+
+    def updated(rows, order):
+        microbatch = MicrobatchConfig(rows, (1.0,))
+        training = DraftTraining(scorer, head, DraftLossConfig(2), OptimizerConfig(1e-2), microbatch)
+        examples = jax.tree.map(lambda x: x[jnp.asarray(order)], training.examples(params, given))
+        shared = shared_with_head(params)
+        return jax.jit(lambda draft: training.update(mesh, draft, training.init(draft), shared, examples)[2])(draft)
+
+    whole, parts = updated(ROWS, [0, 1, 2]), updated(1, [2, 0, 1])
+    for name in ("draft_loss", "draft_grad_norm", "draft_agreement", "draft_overlap"):
+        np.testing.assert_allclose(parts[name], whole[name], rtol=1e-5)

@@ -210,11 +210,6 @@ def _describe(log_law: Float[Array, "n v"], token: Int[Array, "n"], threshold: F
     return TokenLaw(token, log_prob, entropy, threshold)
 
 
-def _given(context: Context) -> tuple[Array, ...]:
-    """The arrays of a context, for `map_tokens`."""
-    return (context.position,) if context.seen is None else (context.position, context.seen)
-
-
 def _sample_block(
     config: PolicyConfig,
     law: SamplingLaw,
@@ -264,7 +259,8 @@ def sample_tokens(
     With `keep_law` the whole log-law is returned too, for rules that judge drafts by it.
     """
     block = functools.partial(_sample_block, config, law, keep_law)
-    return map_tokens(block, head_weights(params), (hidden, keys, *_given(context)), numerics)
+    seen = () if context.seen is None else (context.seen,)
+    return map_tokens(block, head_weights(params), (hidden, keys, context.position, *seen), numerics)
 
 
 def score_tokens(

@@ -28,6 +28,8 @@ from specrl_jax.rollout.control import (
     initial_control,
     learn,
     merge,
+    overall_acceptance,
+    worth_another_step,
 )
 from specrl_jax.rollout.engine import RolloutEngine
 from specrl_jax.rollout.rules import Block, Match
@@ -144,6 +146,26 @@ def test_dealing_takes_the_likeliest_prefixes():
         taken = np.arange(6)[None] < lengths[:, None]
         best = np.sort(survival.ravel())[::-1][: lengths.sum()]
         np.testing.assert_allclose(np.sort(survival[taken])[::-1], best)
+
+
+def test_a_draft_is_worth_what_it_adds_to_those_that_are_verified():
+    """Two rows, two drafts each so far, room for four more; every further draft is taken to survive 0.9 of the last."""
+    control = initial_control(np.ones(1), per_step=0.1)
+    none = jnp.zeros((2, 4), jnp.float32)
+
+    def worth(survival, budget, rate):
+        drafted = none.at[:, :2].set(jnp.array(survival, jnp.float32))
+        return bool(worth_another_step(control, drafted, drafted[:, 1], jnp.int32(budget), jnp.float32(rate)))
+
+    acceptance = float(overall_acceptance(control))
+    even, uneven = [[0.8, 0.6], [0.8, 0.6]], [[0.9, 0.8], [0.3, 0.1]]
+    # With room for all, two drafts of 0.6 each are to come; with none, nothing better than what is there.
+    for factor, worthwhile in ((0.99, True), (1.01, False)):
+        assert worth(even, 8, factor * 10 * 2 * 0.6 * acceptance) == worthwhile
+        assert worth(even, 5, factor * 10 * 0.6 * acceptance) == worthwhile
+        # The sure row's next takes the place of the other's worst.
+        assert worth(uneven, 4, factor * 10 * (0.8 * acceptance - 0.1)) == worthwhile
+    assert not worth(even, 4, 0.0)
 
 
 def test_learning_counts_what_was_judged():

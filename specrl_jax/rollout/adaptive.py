@@ -113,9 +113,7 @@ class AdaptiveRound(Round):
 
         def more(state: Any) -> Bool[Array, ""]:
             step, _, _, _, survival = state
-            last = survival[:, step - 1]
-            better = jnp.sum((survival > 0.0) & (survival >= jnp.max(last)), dtype=jnp.int32)
-            return (step < depth) & worth_another_step(control, last, budget - better + 1, rate)
+            return (step < depth) & worth_another_step(control, survival, survival[:, step - 1], budget, rate)
 
         def another(state: Any) -> Any:
             step, carry, tokens, confidence, survival = state

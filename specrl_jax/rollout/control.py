@@ -178,18 +178,22 @@ def choose_body(
 
 
 def worth_another_step(
-    control: Control, survival: Float[Array, "r"], spare: Int[Array, ""], rate: Float[Array, ""]
+    control: Control,
+    survival: Float[Array, "r k"],
+    last: Float[Array, "r"],
+    budget: Int[Array, ""],
+    rate: Float[Array, ""],
 ) -> Bool[Array, ""]:
     """Whether one more draft of every row is worth its time at this many tokens per second.
 
-    The drafts of the next depth survive a little less than those of the last, `survival`; no more than `spare`
-    of them can be verified.
+    The drafts of the next depth survive a little less than those of the `last`. No more than `budget` are verified,
+    so that what they gain is what they add to the likeliest of `survival` (0 for drafts not made).
     """
-    best = -jnp.sort(-survival)
-    taken = jnp.arange(best.shape[0], dtype=jnp.int32) < spare
-    acceptance = overall_acceptance(control)
-    gain = acceptance * jnp.sum(jnp.where(taken, best, 0.0))
-    return (spare > 0) & (gain >= rate * control.per_step)
+    drafted = survival.reshape(-1)
+    further = overall_acceptance(control) * last
+    kept = jnp.sort(-jnp.concatenate([drafted, further]))[: drafted.shape[0]] - jnp.sort(-drafted)
+    gain = -jnp.sum(jnp.where(jnp.arange(kept.shape[0], dtype=jnp.int32) < budget, kept, 0.0))
+    return gain > rate * control.per_step
 
 
 def allocate(survival: Float[Array, "r k"], budget: Int[Array, ""]) -> Int[Array, "r"]:

@@ -108,13 +108,14 @@ def measure_costs(
     context = max(1, min(context, engine.policy.max_position_embeddings - engine.config.max_new_tokens - 1))
     single = replace(engine, config=replace(engine.config, samples_per_prompt=1, cache_bytes=None, rows=None))
     flat = initial_control(np.ones(len(bodies)))
+    # With drafts that all survive, every row drafts as far as its even share: what is usual, not the deepest.
+    flat = replace(flat, accepted=flat.drafted)
     calls = [_body_call(single, flat, index, body, bodies, context, rounds) for index, body in enumerate(bodies)]
     for call in calls:
         call(params, draft)
     seconds = np.array([[call(params, draft) for call in calls] for _ in range(repeats)])
     typical = np.median(seconds, axis=0)
-    leaves = jax.tree.leaves(params)
-    weight_bytes = sum(leaf.nbytes for leaf in leaves)
+    weight_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
     alone = min(typical[i] for i, body in enumerate(bodies) if body.tokens == body.rows == min(b.rows for b in bodies))
     per_slot = alone * engine.page_bytes() / engine.numerics.key_block / weight_bytes
     typical = np.maximum(typical - per_slot * context * np.array([body.rows for body in bodies]), 0.1 * typical)

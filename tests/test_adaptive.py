@@ -29,6 +29,7 @@ from specrl_jax.rollout.control import (
     learn,
     merge,
     overall_acceptance,
+    promised_rate,
     worth_another_step,
 )
 from specrl_jax.rollout.engine import RolloutEngine
@@ -155,9 +156,9 @@ def test_a_draft_is_worth_what_it_adds_to_those_that_are_verified():
 
     def worth(survival, budget, rate):
         drafted = none.at[:, :2].set(jnp.array(survival, jnp.float32))
-        return bool(worth_another_step(control, drafted, drafted[:, 1], jnp.int32(budget), jnp.float32(rate)))
+        return bool(worth_another_step(control, drafted, jnp.int32(2), jnp.int32(budget), jnp.float32(rate)))
 
-    acceptance = float(overall_acceptance(control))
+    acceptance = float(overall_acceptance(control))  # at every depth, since nothing was learned
     even, uneven = [[0.8, 0.6], [0.8, 0.6]], [[0.9, 0.8], [0.3, 0.1]]
     # With room for all, two drafts of 0.6 each are to come; with none, nothing better than what is there.
     for factor, worthwhile in ((0.99, True), (1.01, False)):
@@ -180,6 +181,27 @@ def test_learning_counts_what_was_judged():
     here = int(bin_of(jnp.float32(0.5)))
     assert (control.drafted[here] - 2.0, control.accepted[here]) == (4.0, 2.0 * (here + 0.5) / BINS + 3.0)
     np.testing.assert_array_equal(record, [[2, 1], [2, 2], [0, 0]])
+    promised = float(overall_acceptance(initial_control(np.ones(2))))
+    np.testing.assert_allclose(control.by_depth[0, :3], [2 * promised, 2 * promised, 0.0], rtol=1e-6)
+    np.testing.assert_array_equal(control.by_depth[1, :3], [2.0, 1.0, 0.0])
+
+
+def test_what_deep_drafts_are_worth_is_learned_by_depth():
+    """The first two drafts are always accepted and the third never: three are as good as two."""
+    bodies = tuple(Body(8, 8 * (1 + drafts)) for drafts in (1, 2, 3))
+    control, record = initial_control(np.array([1.0, 1.01, 1.02])), jnp.zeros((8, 2))
+    live, none = jnp.ones((8,), bool), jnp.int32(0)
+
+    def choice(control):
+        return int(choose_body(control, bodies, 3, live, record, none, jnp.int32(-1)))
+
+    assert choice(control) == 2
+    for _ in range(50):
+        accepted, lengths = jnp.full((8,), 2, jnp.int32), jnp.full((8,), 3, jnp.int32)
+        control, record = learn(control, record, jnp.full((8, 3), 0.7), lengths, accepted, live)
+    assert choice(control) == 1
+    promised = float(promised_rate(control, 2, bodies[2], 3, live, record)) * 1.02
+    np.testing.assert_allclose(promised, 8 * 3.0, rtol=0.02)
 
 
 def test_what_was_learned_fades_to_the_first_belief():

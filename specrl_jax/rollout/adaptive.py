@@ -113,7 +113,7 @@ class AdaptiveRound(Round):
 
         def more(state: Any) -> Bool[Array, ""]:
             step, _, _, _, survival = state
-            return (step < depth) & worth_another_step(control, survival, survival[:, step - 1], budget, rate)
+            return (step < depth) & worth_another_step(control, survival, step, budget, rate)
 
         def another(state: Any) -> Any:
             step, carry, tokens, confidence, survival = state

@@ -2,7 +2,7 @@
 
 Speculation pays while a round's tokens per second rise with its drafts. `Control` holds what
 is needed to tell: seconds of every compiled round (a `Body`, known by its rows and tokens), and how
-often drafts have been accepted, by the drafter's confidence and by row. It is data, not code: the
+often drafts have been accepted, by the drafter's confidence, by depth and by row. It is data, not code: the
 same program runs under any cost table, and a table that is saved and restored decides alike.
 
 1. Before a round, every body is valued by the tokens expected of it, with the rows' records.
@@ -23,15 +23,18 @@ from specrl_jax.errors import InputError
 from specrl_jax.parallel.sharding import sum_over_rows
 
 BINS = 16
+DEPTHS = 16  # deeper drafts count as the last
 _MEMORY = 0.98  # of a row's record, per round; half of it is 34 rounds old
 # Drafts' worth of the overall acceptance in a row's record: two or three refused drafts, which are common, must not
 # end a row's drafting, since without drafts nothing is learned.
 _PRIOR = 12.0
+_TRUST = 8.0  # accepted drafts' worth of what the records promise, at every depth
 _KEPT = 0.95  # of what was learned, from rollout to rollout
 # Drafts that are taken to have been seen before any was, and accepted ones of them: a drafter that nobody has tried is
 # thought well of, or none would be tried where a round is dear.
 _HOPE = (32.0, 0.9 * 32.0)
 _BELIEF = (np.full(BINS, 2.0), 2.0 * (np.arange(BINS) + 0.5) / BINS)  # two drafts of every confidence, judged by it
+_MOST = 0.99  # no draft is taken to be surer
 _SWITCH = 0.02  # another body must promise so much more before the loop is left
 
 
@@ -64,6 +67,7 @@ class Control:
     seconds: of a round of each body with nothing in the cache, `[n]`. per_slot: more for each token in the cache of a
         live row. per_step: of a draft step.
     drafted, accepted: verified drafts and accepted ones, by confidence, `[bins]`.
+    by_depth: promised and accepted ones by depth, `[2, depths]`: what records said of those verified, and what came.
     """
 
     seconds: Float[Array, "n"]
@@ -71,6 +75,7 @@ class Control:
     per_step: Float[Array, ""]
     drafted: Float[Array, "bins"]
     accepted: Float[Array, "bins"]
+    by_depth: Float[Array, "2 depths"]
 
 
 def initial_control(seconds: np.ndarray, per_slot: float = 0.0, per_step: float = 0.0) -> Control:
@@ -83,6 +88,7 @@ def initial_control(seconds: np.ndarray, per_slot: float = 0.0, per_step: float 
         jnp.float32(per_step),
         drafted=jnp.asarray(_BELIEF[0], jnp.float32),
         accepted=jnp.asarray(_BELIEF[1], jnp.float32),
+        by_depth=jnp.zeros((2, DEPTHS), jnp.float32),
     )
 
 
@@ -96,6 +102,7 @@ def forget(control: Control) -> Control:
         control,
         drafted=drafted + _KEPT * (control.drafted - drafted),
         accepted=accepted + _KEPT * (control.accepted - accepted),
+        by_depth=_KEPT * control.by_depth,
     )
 
 
@@ -114,19 +121,26 @@ def overall_acceptance(control: Control) -> Float[Array, ""]:
     return (jnp.sum(control.accepted) + _HOPE[1]) / (jnp.sum(control.drafted) + _HOPE[0])
 
 
+def depth_factor(control: Control) -> Float[Array, "depths"]:
+    """Drafts accepted at each depth over those that their rows' records promised: a head's guesses grow worse."""
+    promised, accepted = control.by_depth
+    return (accepted + _TRUST) / (promised + _TRUST)
+
+
 def row_acceptance(control: Control, record: Float[Array, "r 2"]) -> Float[Array, "r"]:
     """How often drafts of each row have been accepted of late, `record` being (drafted, accepted)."""
     overall = overall_acceptance(control)
-    return jnp.minimum((record[:, 1] + _PRIOR * overall) / (record[:, 0] + _PRIOR), 0.99)
+    return (record[:, 1] + _PRIOR * overall) / (record[:, 0] + _PRIOR)
 
 
 def _worth_of_drafts(
     control: Control, depth: int, live: Bool[Array, "r"], record: Float[Array, "r 2"]
 ) -> Float[Array, "d"]:
     """Tokens expected of the best 1, 2, ... drafts, dealt to the rows as their records advise, `depth` of a row."""
-    acceptance = jnp.where(live, row_acceptance(control, record), 0.0)
-    depths = jnp.arange(1, depth + 1, dtype=jnp.float32)
-    return jnp.cumsum(-jnp.sort(-(acceptance[:, None] ** depths[None]).reshape(-1)))
+    rows = jnp.where(live, row_acceptance(control, record), 0.0)
+    factor = depth_factor(control)[jnp.minimum(jnp.arange(depth, dtype=jnp.int32), DEPTHS - 1)]
+    acceptance = jnp.minimum(rows[:, None] * factor[None], _MOST)
+    return jnp.cumsum(-jnp.sort(-jnp.cumprod(acceptance, axis=1).reshape(-1)))
 
 
 def _expected_tokens(body: Body, worth: Float[Array, "d"], live: Bool[Array, "r"]) -> Float[Array, ""]:
@@ -180,17 +194,18 @@ def choose_body(
 def worth_another_step(
     control: Control,
     survival: Float[Array, "r k"],
-    last: Float[Array, "r"],
+    step: Int[Array, ""],
     budget: Int[Array, ""],
     rate: Float[Array, ""],
 ) -> Bool[Array, ""]:
-    """Whether one more draft of every row is worth its time at this many tokens per second.
+    """Whether one more draft of every row, after `step` of them, is worth its time at this many tokens per second.
 
-    The drafts of the next depth survive a little less than those of the `last`. No more than `budget` are verified,
-    so that what they gain is what they add to the likeliest of `survival` (0 for drafts not made).
+    The next drafts survive a little less than the last. No more than `budget` are verified, so that what they gain is
+    what they add to the likeliest of `survival` (0 for drafts not made).
     """
     drafted = survival.reshape(-1)
-    further = overall_acceptance(control) * last
+    acceptance = overall_acceptance(control) * depth_factor(control)[jnp.minimum(step, DEPTHS - 1)]
+    further = jnp.minimum(acceptance, _MOST) * survival[:, step - 1]
     kept = jnp.sort(-jnp.concatenate([drafted, further]))[: drafted.shape[0]] - jnp.sort(-drafted)
     gain = -jnp.sum(jnp.where(jnp.arange(kept.shape[0], dtype=jnp.int32) < budget, kept, 0.0))
     return gain > rate * control.per_step
@@ -232,7 +247,14 @@ def learn(
     def total(which: Bool[Array, "r k"]) -> Float[Array, "bins"]:
         return jnp.sum(jnp.where(which[..., None], one_hot, 0.0), axis=(0, 1))
 
-    control = replace(control, drafted=control.drafted + total(judged), accepted=control.accepted + total(yes))
+    promised = jnp.where(judged, row_acceptance(control, record)[:, None], 0.0)
+    both = jnp.stack([jnp.sum(promised, axis=0), jnp.sum(yes, axis=0, dtype=jnp.float32)])
+    control = replace(
+        control,
+        drafted=control.drafted + total(judged),
+        accepted=control.accepted + total(yes),
+        by_depth=control.by_depth.at[:, jnp.minimum(depth[0], DEPTHS - 1)].add(both),
+    )
     seen = jnp.stack([jnp.sum(judged, axis=1), jnp.sum(yes, axis=1)], axis=1).astype(jnp.float32)
     return control, record * _MEMORY + seen
 
@@ -240,5 +262,10 @@ def learn(
 def merge(before: Control, after: Control) -> Control:
     """What the devices of a mesh learned in a rollout, together; all of them began with `before`."""
     before = forget(before)
-    drafted, accepted = sum_over_rows((after.drafted - before.drafted, after.accepted - before.accepted))
-    return replace(before, drafted=before.drafted + drafted, accepted=before.accepted + accepted)
+
+    def counts(control: Control) -> tuple[Array, Array, Array]:
+        return control.drafted, control.accepted, control.by_depth
+
+    learned = sum_over_rows(jax.tree.map(jnp.subtract, counts(after), counts(before)))
+    drafted, accepted, by_depth = jax.tree.map(jnp.add, counts(before), learned)
+    return replace(before, drafted=drafted, accepted=accepted, by_depth=by_depth)

@@ -140,7 +140,7 @@ class AbstractStep:
     def _placed_state(self, key: Any) -> GrpoState:
         """A first state on the mesh, made where it lies: no device could hold all of a large one."""
         if backend() == "cpu":  # whose devices share their memory, and whose compiler is slow at it
-            return self.program.place(self._first_state(key))
+            return self.program.take_over(self._first_state(key))
         return jax.jit(self._first_state, out_shardings=self.program.shardings(self.state))(key)
 
     def beside(self, piece: str) -> int:

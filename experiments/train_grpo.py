@@ -257,13 +257,25 @@ def empty_history(session: Session) -> History | None:
     return init_history(row_ids, session.config.history, session.config.max_new_tokens)
 
 
-@dataclass(frozen=True)
+@dataclass
 class Start:
-    """What every arm starts from."""
+    """What every arm starts from: the policy, the drafter's parameters and whether the loss has a reference."""
 
     params: PolicyParams
     draft: Any
-    reference: PolicyParams | None
+    with_reference: bool
+
+    def state(self, program: GrpoProgram, control: Control | None, *, last: bool) -> GrpoState:
+        """The first state of an arm, which may overwrite it: a copy, but of the policy itself where no arm follows.
+
+        A policy kept for nobody would lie beside every step.
+        """
+        copied, params = partial(jax.tree.map, jnp.copy), self.params
+        reference = copied(params) if self.with_reference else None
+        if last:
+            del self.params
+        draft = copied(self.draft) if program.step.engine.speculative else None
+        return program.step.init(params if last else copied(params), draft, reference, control)
 
 
 def controller(session: Session, program: GrpoProgram, folder: Path, start: Start) -> Control | None:
@@ -286,8 +298,10 @@ def save_run_policy(folder: Path, session: Session, state: GrpoState) -> None:
     save_policy(folder, state.params, session.policy, session.workload.tokenizer, head=beside)
 
 
-def run_arm(session: Session, label: str, folder: Path, draft_length: int, start: Start, examiner: Examiner) -> Arm:
-    """One GRPO run in its folder, and what it left."""
+def run_arm(
+    session: Session, label: str, folder: Path, draft_length: int, start: Start, examiner: Examiner, last: bool
+) -> Arm:
+    """One GRPO run in its folder, and what it left. last: no other starts from there."""
     config = session.config
     folder.mkdir(parents=True, exist_ok=True)
     program = session.program(draft_length)
@@ -324,16 +338,16 @@ def run_arm(session: Session, label: str, folder: Path, draft_length: int, start
             tensorboard=config.tensorboard,
             wandb=config.wandb,
         )
-        report = run.run(
-            program.step.init(start.params, start.draft if draft_length else None, start.reference, control)
-        )
+        report = run.run(start.state(program, control, last=last))
     models = ("policy",) if config.eval_every else ("policy", "policy_best")
     for name in models:
         save_run_policy(folder / name, session, report.state)
     head = head_of(report.state.draft)
     if head is not None and isinstance(session.drafter, HeadDrafter):
         save_drafter(folder / "drafter", session.drafter, head)
-    return Arm(label, folder, draft_length, report, program)
+    # What only training reads need not lie beside the next arm.
+    state = dataclasses.replace(report.state, opt_state=None, draft_opt_state=None, reference=None)
+    return Arm(label, folder, draft_length, dataclasses.replace(report, state=state), program)
 
 
 def write_sample(path: Path, session: Session, step: int, trajectory: Trajectory, rewards: np.ndarray) -> None:
@@ -382,14 +396,9 @@ def open_session(config: Config) -> tuple[Session, PolicyParams | None, DraftMod
     return session, params, draft
 
 
-def main(config: Config) -> None:
-    """Warm up, train the draft head, run GRPO, compare, report."""
-    start = time.perf_counter()
-    session, params, draft = open_session(config)
+def prepare(session: Session, params: PolicyParams | None, draft: DraftModelParams | None, out: Path) -> Start:
+    """What GRPO starts from: policy and head as they were loaded, else trained."""
     config = session.config
-    # The controller's costs are those of the rows that a device has.
-    movable = () if config.speculation.adaptive else ("mesh", "rollout_mesh")
-    out = open_output(config.run, config, SCRIPT, may_change=movable)
     model_key, draft_key = jax.random.split(jax.random.key(config.run.seed))
     if params is None:
         params = warm_up(session, init_params(model_key, session.policy), out)
@@ -399,20 +408,30 @@ def main(config: Config) -> None:
         rollouts = Rollouts(partial(stage.corpus, params, prompts))
         draft, _ = stage.train(params, rollouts, draft_key, shared_folder(out) / "checkpoints" / "draft")
         save_drafter(out / "drafter", as_head(session.drafter), draft)
-    start_from = Start(
-        params, session_draft(session, draft, empty_history(session)), params if config.loss.kl_coef > 0 else None
-    )
+    return Start(params, session_draft(session, draft, empty_history(session)), config.loss.kl_coef > 0)
+
+
+def main(config: Config) -> None:
+    """Warm up, train the draft head, run GRPO, compare, report."""
+    began = time.perf_counter()
+    session, params, draft = open_session(config)
+    config = session.config
+    # The controller's costs are those of the rows that a device has.
+    movable = () if config.speculation.adaptive else ("mesh", "rollout_mesh")
+    out = open_output(config.run, config, SCRIPT, may_change=movable)
+    start = prepare(session, params, draft, out)
+    del params  # the last arm overwrites them
     runs = [("GRPO", out, session.draft_length)]
     if config.compare and session.draft_length:
         runs.append(("GRPO without speculation", out / "baseline", 0))
-    examiner = Examiner(session, draft)
-    before = examiner.examine(params, draft, "test")
+    examiner = Examiner(session, head_of(start.draft))
+    before = examiner.examine(start.params, start.draft, "test")
     print(f"accuracy before GRPO {before['accuracy']:.3f} on {len(before['right'])} test problems", flush=True)
     with profile(out / "profile" if config.profile else None):
-        arms = [run_arm(session, *run, start_from, examiner) for run in runs]
+        arms = [run_arm(session, *run, start, examiner, run is runs[-1]) for run in runs]
     final = arms[0].report.state
     after = examiner.examine(final.params, final.draft, "test")
-    close_run(session, arms, before, after, provenance(config.run.seed), time.perf_counter() - start)
+    close_run(session, arms, before, after, provenance(config.run.seed), time.perf_counter() - began)
 
 
 if __name__ == "__main__":

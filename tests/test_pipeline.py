@@ -68,7 +68,8 @@ class OnHost:
 
 
 def first_state():
-    return program().step.init(tiny_params(), random_eagle3()[1])
+    own = program()
+    return own.place(own.step.init(tiny_params(), random_eagle3()[1]))
 
 
 def run(folder, lag=0, *, apart=False, host=False, on_step=lambda *_: None, cap=2.0):
@@ -95,14 +96,15 @@ def same(a, b):
 def by_hand(lag):
     """Final parameters, and the tokens of every step, of a run whose rollouts come from `lag` steps before."""
     own = program()
-    states, tokens = [own.place(first_state())], []
+    states, tokens = [first_state()], []
     for step in range(STEPS):
         writer = max(0, step - lag)
         served = own.gather(states[writer]).replace(behind=jnp.int32(2 * (step - writer)), issued=jnp.uint32(4 * step))
         prompts, problems = own.issue(served)
         trajectory = own.rollout(served, prompts)
         rewards = own.reward(served, problems, trajectory)
-        state, _, examples = own.update(states[step], trajectory, own.prepare(states[step], trajectory), rewards)
+        prepared, owned = own.prepare(states[step], trajectory), jax.tree.map(jnp.copy, states[step])
+        state, _, examples = own.update(owned, trajectory, prepared, rewards)
         states.append(own.update_drafter(state, trajectory, examples)[0])
         tokens.append(np.asarray(trajectory.tokens))
     return jax.device_get(states[-1].params), tokens
@@ -182,7 +184,7 @@ def test_the_controller_goes_along(tmp_path):
         (tmp_path / name).mkdir()
         config = RunConfig(3, scan_steps=3, lag=1)
         run = GrpoRun(adaptive, config, tmp_path / name, lambda state: {}, lambda *_: None, roller=roller)
-        found.append(run.run(state))
+        found.append(run.run(adaptive.place(state)))
     same(*found)
     assert float(found[0].state.control.accepted.sum()) > 0
 

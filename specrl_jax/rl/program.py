@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float
 
@@ -113,8 +113,20 @@ class GrpoProgram:
 
     def place(self, state: GrpoState) -> GrpoState:
         """A copy of the state as the programs return it; `scanned` overwrites its argument."""
-        # One by one: an array that occurs twice (a norm of the policy in the head) cannot be given away twice.
         return jax.tree.map(lambda x, where: jax.device_put(jnp.copy(x), where), state, self.shardings(state))
+
+    def take_over(self, state: GrpoState) -> GrpoState:
+        """The state as the programs return it, made of the given arrays; they are overwritten, so keep none of them."""
+        taken = set[int]()
+
+        def own(leaf: Any, where: NamedSharding) -> Any:
+            # An array that occurs twice (a norm of the policy in the head) cannot be given away twice.
+            buffer = leaf.addressable_shards[0].data.unsafe_buffer_pointer()
+            leaf = jnp.copy(leaf) if buffer in taken else leaf
+            taken.add(buffer)
+            return jax.device_put(leaf, where)
+
+        return jax.tree.map(own, jax.tree.map(jnp.asarray, state), self.shardings(state))
 
     def _kept(self, state: GrpoState) -> GrpoState:
         return lax.with_sharding_constraint(state, self.shardings(state))
@@ -263,17 +275,19 @@ class GrpoProgram:
 
     @cached_property
     def compiled_update(self) -> Any:
-        """`update` on `to_update`; the optimizer's state is overwritten."""
+        """`update` on `to_update`; the policy and its optimizer's state are overwritten."""
 
-        def run(opt_state: Any, lean: GrpoState, *args: Any) -> Any:
-            state, metrics, examples = self.step.update(self.mesh, replace(lean, opt_state=opt_state), *args)
+        def run(owned: tuple[PolicyParams, Any], lean: GrpoState, *args: Any) -> Any:
+            state = replace(lean, params=owned[0], opt_state=owned[1])
+            state, metrics, examples = self.step.update(self.mesh, state, *args)
             return self._kept(state), metrics, examples
 
         return jax.jit(run, donate_argnums=0)
 
     def to_update(self, state: GrpoState, *args: Any) -> tuple[Any, ...]:
         """What `compiled_update` takes: without what it leaves alone, which it would copy."""
-        return state.opt_state, replace(state, opt_state=None, draft_opt_state=None, reference=None), *args
+        lean = replace(state, params=None, opt_state=None, draft_opt_state=None, reference=None)  # type: ignore[arg-type]
+        return (state.params, state.opt_state), lean, *args
 
     def after_update(self, before: GrpoState, after: GrpoState) -> GrpoState:
         """What `compiled_update` returns, with what it left alone."""
@@ -282,7 +296,10 @@ class GrpoProgram:
     def update(
         self, state: GrpoState, trajectory: Trajectory, prepared: Any, rewards: Float[Array, "b"]
     ) -> tuple[GrpoState, dict[str, Array], DraftExamples | None]:
-        """Policy updates: the new state, metrics, examples for the draft head. The old optimizer's is overwritten."""
+        """Policy updates: the new state, metrics, examples for the draft head.
+
+        The old policy and its optimizer's state are overwritten, and so is what `gather` gave where it copied nothing.
+        """
         after, metrics, examples = self.compiled_update(*self.to_update(state, trajectory, prepared, rewards))
         return self.after_update(state, after), metrics, examples
 

@@ -101,15 +101,20 @@ class GrpoRun:
     def run(self, state: GrpoState) -> RunReport:
         """Run to the last step, from the folder's last checkpoint where there is one.
 
+        Args:
+            state: the first one; its arrays are overwritten.
+
         Raises:
             InputError: the disk has no room, too many updates in a row were not finite, or rollouts run ahead while
                 the loss does not correct for it.
         """
         pipeline, folder = self._pipeline(), grpo_checkpoints(self.folder)
         done, dispatches, size = latest_step(folder) or 0, 0, 0
-        state, pending = self.program.place(state), tuple[Trajectory, ...]()
+        state, pending = self.program.take_over(state), tuple[Trajectory, ...]()
         if done:
-            like = (state, () if pipeline is None else pipeline.pending_like(state, done))
+            waiting = () if pipeline is None else pipeline.pending_like(state, done)
+            like = jax.tree.map(_shape_of, state), waiting
+            del state  # it makes room for the one on disk
             (state, pending), meta = restore_checkpoint(folder, like)
             dispatches, size, self._drafting = meta["dispatches"], meta["trajectory_bytes"], meta["drafting"]
         if done < self.config.steps:
@@ -289,6 +294,11 @@ class GrpoRun:
             "tokens_per_second": _rolled_out(row, sampled.host)[1] / times["time_rollout_s"],
         }
         return state, row, sampled.host, to_host(sampled.rewards)
+
+
+def _shape_of(leaf: Any) -> Any:
+    """What is restored, and where to; empty arrays are not written to disk."""
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding) if leaf.size else leaf
 
 
 def _rolled_out(row: Mapping[str, Any], batch: Trajectory) -> tuple[int, int]:

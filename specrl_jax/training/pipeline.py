@@ -204,7 +204,10 @@ class Pipeline:
 
         def move() -> RolloutState:
             served = self._learner.program.gather(state)
-            return self._roller.program.receive(served) if self._apart else served
+            if self._apart:
+                return self._roller.program.receive(served)
+            # Updates overwrite the policy that rollouts to come read.
+            return replace(served, params=jax.tree.map(jnp.copy, served.params)) if self._lag else served
 
         return clock("time_weight_sync_s", move)
 

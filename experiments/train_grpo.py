@@ -266,16 +266,17 @@ class Start:
     with_reference: bool
 
     def state(self, program: GrpoProgram, control: Control | None, *, last: bool) -> GrpoState:
-        """The first state of an arm, which may overwrite it: a copy, but of the policy itself where no arm follows.
+        """The first state of an arm, which may overwrite it: a copy, or these arrays themselves where no arm follows.
 
-        A policy kept for nobody would lie beside every step.
+        A policy or a drafter kept for nobody would lie beside every step.
         """
-        copied, params = partial(jax.tree.map, jnp.copy), self.params
+        copied, params, draft = partial(jax.tree.map, jnp.copy), self.params, self.draft
         reference = copied(params) if self.with_reference else None
         if last:
-            del self.params
-        draft = copied(self.draft) if program.step.engine.speculative else None
-        return program.step.init(params if last else copied(params), draft, reference, control)
+            del self.params, self.draft
+        else:
+            params, draft = copied((params, draft))
+        return program.step.init(params, draft if program.step.engine.speculative else None, reference, control)
 
 
 def controller(session: Session, program: GrpoProgram, folder: Path, start: Start) -> Control | None:
@@ -420,11 +421,13 @@ def main(config: Config) -> None:
     movable = () if config.speculation.adaptive else ("mesh", "rollout_mesh")
     out = open_output(config.run, config, SCRIPT, may_change=movable)
     start = prepare(session, params, draft, out)
-    del params  # the last arm overwrites them
+    del params, draft  # the last arm overwrites them
     runs = [("GRPO", out, session.draft_length)]
     if config.compare and session.draft_length:
         runs.append(("GRPO without speculation", out / "baseline", 0))
-    examiner = Examiner(session, head_of(start.draft))
+    # An arm without drafts is examined with those that it started from.
+    without = runs[-1][2] == 0
+    examiner = Examiner(session, jax.tree.map(jnp.copy, head_of(start.draft)) if without else None)
     before = examiner.examine(start.params, start.draft, "test")
     print(f"accuracy before GRPO {before['accuracy']:.3f} on {len(before['right'])} test problems", flush=True)
     with profile(out / "profile" if config.profile else None):

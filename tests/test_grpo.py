@@ -356,6 +356,20 @@ def test_shuffled_rewards_keep_each_group():
 
 
 @ci
+@pytest.mark.parametrize("data", [1, 2])
+def test_a_state_is_taken_over_with_arrays_that_occur_twice(data):
+    """A head begins with the policy's norm: the step overwrites both."""
+    program = make_program(3, data=data)
+    placed = program.scanned(1)(first_state(program))[0]
+    params = jax.tree.map(jnp.copy, initial()[0])
+    draft = init_eagle3(jax.random.key(1), HEAD, policy=params)
+    assert draft.weights.final_norm is params.final_norm
+    state = program.take_over(program.step.init(params, draft))
+    assert state.params.head is params.head or data > 1
+    assert sha(program.scanned(1)(state)[0]) == sha(placed)
+
+
+@ci
 @pytest.mark.parametrize("platform", ["cpu", "cuda", "tpu"])
 def test_the_scanned_step_lowers_for_every_platform(platform):
     program = make_program(3)

@@ -117,6 +117,8 @@ class GrpoProgram:
 
     def take_over(self, state: GrpoState) -> GrpoState:
         """The state as the programs return it, made of the given arrays; they are overwritten, so keep none of them."""
+        if jax.process_count() > 1:  # whose addresses differ, and with them what each would copy
+            return self.place(state)
         taken = set[int]()
 
         def own(leaf: Any, where: NamedSharding) -> Any:

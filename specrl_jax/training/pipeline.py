@@ -25,6 +25,7 @@ import numpy as np
 
 from specrl_jax.errors import InputError
 from specrl_jax.parallel.hosts import to_host
+from specrl_jax.parallel.mesh import FSDP
 from specrl_jax.rl.grpo import GrpoState, RolloutState
 from specrl_jax.rl.program import GrpoProgram
 from specrl_jax.rollout.control import Control
@@ -206,8 +207,9 @@ class Pipeline:
             served = self._learner.program.gather(state)
             if self._apart:
                 return self._roller.program.receive(served)
-            # Updates overwrite the policy that rollouts to come read.
-            return replace(served, params=jax.tree.map(jnp.copy, served.params)) if self._lag else served
+            # Updates overwrite the policy that rollouts to come read, where it was not gathered into another.
+            copied = self._lag and self._learner.program.mesh.shape[FSDP] == 1
+            return replace(served, params=jax.tree.map(jnp.copy, served.params)) if copied else served
 
         return clock("time_weight_sync_s", move)
 

@@ -365,7 +365,8 @@ def test_a_state_is_taken_over_with_arrays_that_occur_twice(data):
     draft = init_eagle3(jax.random.key(1), HEAD, policy=params)
     assert draft.weights.final_norm is params.final_norm
     state = program.take_over(program.step.init(params, draft))
-    assert state.params.head is params.head or data > 1
+    if data == 1:  # not a copy
+        assert state.params.head.unsafe_buffer_pointer() == params.head.unsafe_buffer_pointer()
     assert sha(program.scanned(1)(state)[0]) == sha(placed)
 
 

@@ -11,7 +11,7 @@ import math
 import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from types import TracebackType
+from types import MappingProxyType, TracebackType
 from typing import Any
 
 import jax
@@ -45,7 +45,8 @@ class CheckpointWriter:
     """
 
     def __init__(self, folder: Path, keep: int = 2) -> None:
-        self._folder, self._manager = folder, _manager(folder, keep)
+        self._folder, self._keep = folder, keep
+        self._manager: ocp.CheckpointManager | None = None
 
     def __enter__(self) -> "CheckpointWriter":
         return self
@@ -54,7 +55,8 @@ class CheckpointWriter:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         try:
-            self._manager.close()  # waits for what is being written
+            if self._manager is not None:
+                self._manager.close()  # waits for what is being written
         except Exception as unsaved:
             if error is None or isinstance(error, Stopped):
                 raise
@@ -72,11 +74,11 @@ class CheckpointWriter:
             meta: JSON object.
             score: what tells the best, such as held-out accuracy; None where it was not measured.
         """
+        arrays = _named_leaves(state)
+        self._manager = self._manager or _manager(self._folder, self._keep, arrays)
         if step in self._manager.all_steps():
             return
-        items = ocp.args.Composite(
-            **{_STATE: ocp.args.StandardSave(_named_leaves(state)), _META: ocp.args.JsonSave(dict(meta))}
-        )
+        items = ocp.args.Composite(**{_STATE: ocp.args.StandardSave(arrays), _META: ocp.args.JsonSave(dict(meta))})
         metrics = {_SCORE: -math.inf if score is None else score}
         if not self._manager.save(step, args=items, metrics=metrics):
             latest = self._manager.latest_step()
@@ -135,7 +137,7 @@ def restore_checkpoint(folder: Path, like: Any) -> tuple[Any, dict[str, Any]]:
         InputError: there is no checkpoint, it is damaged, or its arrays are not those of `like`.
     """
     wanted = _named_leaves(like)
-    with _manager(folder) as manager:
+    with _manager(folder, arrays=wanted) as manager:
         step = _required_step(manager, folder)
         where = folder / str(step)
         with _readable(where):
@@ -153,9 +155,14 @@ def restore_checkpoint(folder: Path, like: Any) -> tuple[Any, dict[str, Any]]:
     return jax.tree_util.tree_map_with_path(leaf_of, like), dict(restored[_META])
 
 
-def _manager(folder: Path, keep: int | None = None) -> ocp.CheckpointManager:
-    """Opened to save (and then keep the last `keep` checkpoints), or only to read."""
+def _manager(
+    folder: Path, keep: int | None = None, arrays: Mapping[str, Any] = MappingProxyType({})
+) -> ocp.CheckpointManager:
+    """Opened to save `arrays` (and then keep the last `keep` checkpoints), or only to read them."""
     saving = keep is not None
+    # What is encoded for the disk lies in memory beside the state: of all arrays at once it would be another state.
+    largest = max((math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in arrays.values()), default=0)
+    at_once = max(1, math.ceil(2 * largest / 1e9))
     options = ocp.CheckpointManagerOptions(
         preservation_policy=AnyPreservationPolicy([LatestN(keep), _BEST]) if saving else None,
         best_fn=_score,
@@ -165,7 +172,8 @@ def _manager(folder: Path, keep: int | None = None) -> ocp.CheckpointManager:
         enable_async_checkpointing=saving,
         save_root_metadata=False,
     )
-    handlers = {_STATE: ocp.StandardCheckpointHandler(), _META: ocp.JsonCheckpointHandler()}
+    states = ocp.StandardCheckpointHandler(save_concurrent_gb=at_once, restore_concurrent_gb=at_once)
+    handlers = {_STATE: states, _META: ocp.JsonCheckpointHandler()}
     return ocp.CheckpointManager(folder.resolve(), options=options, item_handlers=handlers)
 
 

@@ -121,10 +121,14 @@ def overall_acceptance(control: Control) -> Float[Array, ""]:
     return (jnp.sum(control.accepted) + _HOPE[1]) / (jnp.sum(control.drafted) + _HOPE[0])
 
 
-def depth_factor(control: Control) -> Float[Array, "depths"]:
-    """Drafts accepted at each depth over those that their rows' records promised: a head's guesses grow worse."""
+def _entry_of(depth: Int[Array, "*d"]) -> Int[Array, "*d"]:
+    return jnp.minimum(depth, DEPTHS - 1)
+
+
+def depth_factor(control: Control, depth: Int[Array, "*d"]) -> Float[Array, "*d"]:
+    """Drafts accepted at each depth (from 0) over those that records promised: a head's guesses grow worse."""
     promised, accepted = control.by_depth
-    return (accepted + _TRUST) / (promised + _TRUST)
+    return ((accepted + _TRUST) / (promised + _TRUST))[_entry_of(depth)]
 
 
 def row_acceptance(control: Control, record: Float[Array, "r 2"]) -> Float[Array, "r"]:
@@ -138,7 +142,7 @@ def _worth_of_drafts(
 ) -> Float[Array, "d"]:
     """Tokens expected of the best 1, 2, ... drafts, dealt to the rows as their records advise, `depth` of a row."""
     rows = jnp.where(live, row_acceptance(control, record), 0.0)
-    factor = depth_factor(control)[jnp.minimum(jnp.arange(depth, dtype=jnp.int32), DEPTHS - 1)]
+    factor = depth_factor(control, jnp.arange(depth, dtype=jnp.int32))
     acceptance = jnp.minimum(rows[:, None] * factor[None], _MOST)
     return jnp.cumsum(-jnp.sort(-jnp.cumprod(acceptance, axis=1).reshape(-1)))
 
@@ -204,7 +208,7 @@ def worth_another_step(
     what they add to the likeliest of `survival` (0 for drafts not made).
     """
     drafted = survival.reshape(-1)
-    acceptance = overall_acceptance(control) * depth_factor(control)[jnp.minimum(step, DEPTHS - 1)]
+    acceptance = overall_acceptance(control) * depth_factor(control, step)
     further = jnp.minimum(acceptance, _MOST) * survival[:, step - 1]
     kept = jnp.sort(-jnp.concatenate([drafted, further]))[: drafted.shape[0]] - jnp.sort(-drafted)
     gain = -jnp.sum(jnp.where(jnp.arange(kept.shape[0], dtype=jnp.int32) < budget, kept, 0.0))
@@ -253,7 +257,7 @@ def learn(
         control,
         drafted=control.drafted + total(judged),
         accepted=control.accepted + total(yes),
-        by_depth=control.by_depth.at[:, jnp.minimum(depth[0], DEPTHS - 1)].add(both),
+        by_depth=control.by_depth.at[:, _entry_of(depth[0])].add(both),
     )
     seen = jnp.stack([jnp.sum(judged, axis=1), jnp.sum(yes, axis=1)], axis=1).astype(jnp.float32)
     return control, record * _MEMORY + seen

@@ -11,7 +11,7 @@ import math
 import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from types import MappingProxyType, TracebackType
+from types import TracebackType
 from typing import Any
 
 import jax
@@ -155,13 +155,11 @@ def restore_checkpoint(folder: Path, like: Any) -> tuple[Any, dict[str, Any]]:
     return jax.tree_util.tree_map_with_path(leaf_of, like), dict(restored[_META])
 
 
-def _manager(
-    folder: Path, keep: int | None = None, arrays: Mapping[str, Any] = MappingProxyType({})
-) -> ocp.CheckpointManager:
+def _manager(folder: Path, keep: int | None = None, arrays: Mapping[str, Any] | None = None) -> ocp.CheckpointManager:
     """Opened to save `arrays` (and then keep the last `keep` checkpoints), or only to read them."""
     saving = keep is not None
     # What is encoded for the disk lies in memory beside the state: of all arrays at once it would be another state.
-    largest = max((math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in arrays.values()), default=0)
+    largest = max((math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in (arrays or {}).values()), default=0)
     at_once = max(1, math.ceil(2 * largest / 1e9))
     options = ocp.CheckpointManagerOptions(
         preservation_policy=AnyPreservationPolicy([LatestN(keep), _BEST]) if saving else None,

@@ -82,6 +82,8 @@ class Config(OneDevice):
     """Measure the controller with a random head too."""
     ladder: bool = True
     """Move live rows into smaller batches, in all arms."""
+    floors: bool = True
+    """Measure the floors of bare products too; leave it out where compiling them takes too long."""
     costs: str | None = None
     """Cost table to read, or to write where there is none yet."""
     repeats: int = 15
@@ -269,7 +271,7 @@ def main(config: Config) -> None:
     works = {rows: make_work(config.work, config.sequences or rows, *source, config.samples) for rows in config.rows}
     pair = open_expanded_or_small(config.model, config.run.seed)
     out = open_output(config.run, config, SCRIPT)
-    headed = isinstance(pair.drafter, Eagle3Drafter)
+    headed = config.floors and isinstance(pair.drafter, Eagle3Drafter)
     floors = {rows: measure_floors(pair, rows, config.longest) if headed else None for rows in config.rows}
     cases = [(rows, survival) for survival in config.survival for rows in config.rows]
     table: list[dict[str, Any]] = []

@@ -31,25 +31,39 @@ else
     trained=(--shape 1.7b --dtype bfloat16 --repeats 5 --kl-coefs 0)
 fi
 
-step() { printf '\n== %s (%ss)\n' "$1" "$SECONDS"; }
+failed=0
 
-step "parity with transformers (float32, full precision)"
-JAX_DEFAULT_MATMUL_PRECISION=highest $python -m pytest -q -m ci tests/test_models_parity.py -p no:cacheprovider \
-    > "$out/parity.txt" 2>&1 || echo "FAILED, see $out/parity.txt"
-tail -1 "$out/parity.txt"
+# Runs a step of its own; where one fails the others still tell what they find.
+step() {
+    printf '\n== %s (%ss)\n' "$1" "$SECONDS"
+    shift
+    "$@" || { echo "FAILED: $*"; failed=1; }
+}
 
-step "exactness: tokens with and without drafts"
-$python -m experiments.losslessness --preset smoke --out "$out/losslessness"
+parity() {
+    JAX_DISABLE_MOST_OPTIMIZATIONS=0 JAX_DEFAULT_MATMUL_PRECISION=highest XLA_PYTHON_CLIENT_PREALLOCATE=false \
+        $python -m pytest -q -m ci tests/test_models_parity.py tests/test_paged_kernel.py -p no:cacheprovider \
+        > "$out/parity.txt" 2>&1
+    local status=$?
+    tail -1 "$out/parity.txt"
+    return $status
+}
 
-step "cost of a round"
-$python -m experiments.bench_round_cost "${shape[@]}" --rows "${rows[@]}" --contexts "${contexts[@]}" \
+step "parity with transformers (float32, full precision)" parity
+
+step "exactness: tokens with and without drafts" \
+    $python -m experiments.losslessness --preset smoke --out "$out/losslessness"
+
+step "cost of a round" \
+    $python -m experiments.bench_round_cost "${shape[@]}" --rows "${rows[@]}" --contexts "${contexts[@]}" \
     --draft-lengths "${lengths[@]}" --repeats "$repeats" --out "$out/round_cost"
 
-step "rollouts"
-$python -m experiments.bench_rollout "${shape[@]}" --rows 1 --lengths equal --tokens "$tokens" \
-    --prompt-tokens "$prompt" --survival "${survival[@]}" --repeats "$repeats" --out "$out/rollout"
+step "rollouts" \
+    $python -m experiments.bench_rollout "${shape[@]}" --rows 1 --lengths equal --tokens "$tokens" \
+    --prompt-tokens "$prompt" --survival "${survival[@]}" --draft-lengths 3 7 --no-floors --repeats "$repeats" \
+    --out "$out/rollout"
 
-step "GRPO steps"
-$python -m experiments.bench_step "${trained[@]}" --out "$out/step"
+step "GRPO steps" $python -m experiments.bench_step "${trained[@]}" --out "$out/step"
 
-step "done"
+printf '\n== done (%ss)\n' "$SECONDS"
+exit $failed

@@ -20,9 +20,11 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
+from specrl_jax.models.backend import backend
 from specrl_jax.models.cache import read_pages, read_slots
 from specrl_jax.models.linear import wide_dtype
 from specrl_jax.models.numerics import Numerics, in_chunks, opaque_int
+from specrl_jax.models.paged_kernel import few_queries_attention, kernel_fits
 from specrl_jax.models.tree import Tree
 
 _AT_ONCE, _QUERIES, _SPANS = 512, 128, 4
@@ -262,6 +264,25 @@ def _invariant_paged(
     return _invariant(numerics, q, positions, take_rows, keys.shape[1])
 
 
+def _in_kernel(
+    q: Float[Array, "r q h c"],
+    keys: Shaped[Array, "p g s c"],
+    values: Shaped[Array, "p g s c"],
+    table: Int[Array, "r m"],
+    positions: Int[Array, "r q"],
+    tree: Tree | None,
+) -> Float[Array, "r q h c"]:
+    """Plain attention of a few queries over pages, as a GPU has it fastest."""
+    below, bits, size = positions + 1, jnp.zeros_like(positions), 0
+    if tree is not None:
+        words = [sum(1 << node for node in range(tree.size) if sees[node]) for sees in np.asarray(tree.sees)]
+        live, size = positions[:, :1] >= 0, tree.size
+        below = jnp.broadcast_to(jnp.maximum(positions[:, :1], 0), positions.shape)
+        bits = jnp.where(live, jnp.asarray(np.array(words, np.uint32).astype(np.int32))[None], 0)
+    ends = jnp.minimum(jnp.max(below, axis=1) + size, table.shape[1] * keys.shape[2])
+    return few_queries_attention(q, keys, values, table, below, bits, ends)
+
+
 def attention(
     q: Float[Array, "r q h c"],
     k: Float[Array, "r g s c"],
@@ -308,6 +329,10 @@ def paged_attention(
             arguments = (keys, values, table, positions[:, nodes], numerics, path)
             out = out.at[:, nodes].set(_invariant_paged(q[:, nodes], *arguments))
         return out
+
+    sharing = q.shape[1] * q.shape[2] // keys.shape[1]
+    if backend() == "gpu" and kernel_fits(sharing, keys.shape[2], keys.shape[3], tree):
+        return _in_kernel(q, keys, values, table, positions, None if chain else tree)
 
     def take(j: Int[Array, ""]) -> tuple[Array, Array]:
         page = lax.dynamic_index_in_dim(table, j, 1, keepdims=False)

@@ -13,6 +13,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int, UInt32
 
+from specrl_jax.models.backend import backend
+
 Purpose = Literal["rollout", "evaluation", "draft_data"]
 _PURPOSES = {"rollout": 0, "evaluation": 1, "draft_data": 2}
 
@@ -98,8 +100,10 @@ def gumbel_noise(
 def best(scores: Float[Array, "n v"], count: int = 1) -> Int[Array, "n m"]:
     """Indices of the `count` largest scores, the largest first and the first of equals; a draw, where they hold noise.
 
-    Not an argmax: XLA fuses the noise into that and computes it number by number, 4 times slower on a CPU.
+    Not an argmax on a CPU: XLA fuses the noise into that and computes it number by number, 4 times slower.
     """
+    if count == 1 and backend() != "cpu":
+        return jnp.argmax(scores, axis=1, keepdims=True).astype(jnp.int32)
     # A small draft vocabulary may have fewer; the last then fills up.
     found = lax.top_k(scores, min(count, scores.shape[1]))[1]
     return jnp.pad(found, ((0, 0), (0, count - found.shape[1])), mode="edge")

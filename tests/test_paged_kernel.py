@@ -1,0 +1,115 @@
+"""The GPU's attention of a few queries against float64 attention by hand; on a CPU the kernels are interpreted."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from specrl_jax.models.attention import paged_attention
+from specrl_jax.models.backend import backend, made_for
+from specrl_jax.models.cache import NO_PAGE
+from specrl_jax.models.numerics import Numerics
+from specrl_jax.models.paged_kernel import few_queries_attention, kernel_fits
+from specrl_jax.models.tree import Tree
+
+pytestmark = pytest.mark.ci
+
+ROWS, GROUPS, SHARED, WIDTH, PAGE, PAGES = 3, 2, 4, 32, 16, 6
+
+
+def _inputs(queries, dtype=np.float32):
+    rng = np.random.default_rng(queries)
+    pool = (ROWS * PAGES, GROUPS, PAGE, WIDTH)
+    keys, values = (jnp.asarray(rng.normal(size=pool), dtype) for _ in range(2))
+    q = jnp.asarray(rng.normal(size=(ROWS, queries, GROUPS * SHARED, WIDTH)), dtype)
+    table = rng.permutation(ROWS * PAGES).reshape(ROWS, PAGES).astype(np.int32)
+    return q, keys, values, table
+
+
+def _by_hand(q, keys, values, table, reads):
+    """Float64 attention; `reads[r, i]` are the slots that query `i` of row `r` reads."""
+    q, keys, values = (np.asarray(x, np.float64) for x in (q, keys, values))
+    out = np.zeros(q.shape)
+    for row, queries in enumerate(reads):
+        for i, slots in enumerate(queries):
+            pages, offsets = table[row][np.array(slots, int) // PAGE], np.array(slots, int) % PAGE
+            for head in range(q.shape[2]) if slots else ():
+                k, v = (pool[pages, head // SHARED, offsets] for pool in (keys, values))
+                scores = k @ q[row, i, head] / np.sqrt(WIDTH)
+                weights = np.exp(scores - scores.max())
+                out[row, i, head] = weights @ v / weights.sum()
+    return out
+
+
+def _kernel(q, keys, values, table, below, bits, ends):
+    arrays = (jnp.asarray(x, jnp.int32) for x in (table, below, bits, ends))
+    return few_queries_attention(q, keys, values, *arrays, interpret=backend() != "gpu")
+
+
+@pytest.mark.parametrize("queries", [1, 3, 4])
+def test_chains_of_any_length_and_padding(queries):
+    q, keys, values, table = _inputs(queries)
+    below = np.array([5, 80, 17])[:, None] + np.arange(queries)
+    below[1, 1:] = 0  # padding
+    table[0, 2:] = NO_PAGE  # beyond what the row has
+    reads = [[list(range(count)) for count in row] for row in below]
+    out = _kernel(q, keys, values, table, below, np.zeros_like(below), below.max(axis=1))
+    np.testing.assert_allclose(out, _by_hand(q, keys, values, table, reads), atol=2e-6)
+
+
+def test_a_tree_reads_ancestors_alone():
+    tree, root = Tree.full(2, 2), 30
+    q, keys, values, table = _inputs(tree.size)
+    seen = [[root + j for j in range(tree.size) if tree.sees[i][j]] for i in range(tree.size)]
+    reads = [[list(range(root)) + own for own in seen]] * 2 + [[[] for _ in seen]]
+    words = [sum(1 << (slot - root) for slot in own) for own in seen]
+    below = np.array([[root], [root], [0]]) + np.zeros((1, tree.size), int)
+    bits = np.array([words, words, [0] * tree.size])
+    out = _kernel(q, keys, values, table, below, bits, [root + tree.size] * 2 + [0])
+    np.testing.assert_allclose(out, _by_hand(q, keys, values, table, reads), atol=2e-6)
+
+
+@pytest.mark.parametrize("tree", [None, Tree.comb(2, 2)], ids=["chain", "tree"])
+def test_a_gpu_attends_as_a_cpu(tree, monkeypatch):
+    queries = 4 if tree is None else tree.size
+    q, keys, values, table = _inputs(queries)
+    depths = np.arange(queries) if tree is None else np.array(tree.depths)
+    positions = np.array([[5], [70], [-1]]) + depths
+    positions = jnp.asarray(np.where(np.array([[True], [True], [False]]), positions, -1), jnp.int32)
+    arguments = (q, keys, values, jnp.asarray(table), positions, Numerics(key_block=PAGE), tree)
+
+    def interpreted(*args):
+        return few_queries_attention(*args, interpret=backend_here != "gpu")
+
+    backend_here = backend()
+    monkeypatch.setattr("specrl_jax.models.attention.few_queries_attention", interpreted)
+    with made_for("gpu"):
+        ours = paged_attention(*arguments)
+    with made_for("cpu"):
+        expected = paged_attention(*arguments)
+    np.testing.assert_allclose(ours[:2], expected[:2], atol=2e-6)
+
+
+def test_a_key_that_may_not_be_read_is_noticed():
+    """A positive control: one slot too many changes the output by far more than the tolerance."""
+    q, keys, values, table = _inputs(1)
+    below = np.array([[5], [80], [17]])
+    right, wrong = (
+        _kernel(q, keys, values, table, b, np.zeros_like(below), below[:, 0] + 1) for b in (below, below + 1)
+    )
+    assert np.abs(np.asarray(right - wrong)).max() > 1e-3
+
+
+def test_what_fits():
+    assert kernel_fits(16, 64, 128, None)
+    assert not kernel_fits(16, 64, 96, None)
+    assert not kernel_fits(256, 64, 128, None)
+    assert not kernel_fits(16, 64, 128, Tree.full(5, 2))
+
+
+@pytest.mark.skipif(jax.__version_info__ >= (0, 11), reason="newer versions lower Triton where there is a GPU")
+def test_lowers_for_cuda():
+    q, keys, values, _ = _inputs(4, jnp.bfloat16)
+    numbers = [jax.ShapeDtypeStruct(s, jnp.int32) for s in ((ROWS, PAGES), (ROWS, 4), (ROWS, 4), (ROWS,))]
+    traced = jax.jit(few_queries_attention).trace(q, keys, values, *numbers)
+    assert "triton" in traced.lower(lowering_platforms=("cuda",)).as_text()

@@ -1,9 +1,13 @@
 """The GPU's attention of a few queries against float64 attention by hand; on a CPU the kernels are interpreted."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from specrl_jax.models.attention import paged_attention
 from specrl_jax.models.backend import backend, made_for
@@ -11,8 +15,19 @@ from specrl_jax.models.cache import NO_PAGE
 from specrl_jax.models.numerics import Numerics
 from specrl_jax.models.paged_kernel import few_queries_attention, kernel_fits
 from specrl_jax.models.tree import Tree
+from specrl_jax.parallel.mesh import MeshConfig, make_mesh
+from specrl_jax.parallel.sharding import ROWS as SPLIT_ROWS
+from specrl_jax.parallel.sharding import over_mesh
 
 pytestmark = pytest.mark.ci
+
+
+@pytest.fixture(autouse=True)
+def _full_precision():
+    """A GPU multiplies float32 in fewer bits unless it is told not to."""
+    with jax.default_matmul_precision("highest"):
+        yield
+
 
 ROWS, GROUPS, SHARED, WIDTH, PAGE, PAGES = 3, 2, 4, 32, 16, 6
 
@@ -69,25 +84,52 @@ def test_a_tree_reads_ancestors_alone():
     np.testing.assert_allclose(out, _by_hand(q, keys, values, table, reads), atol=2e-6)
 
 
+@pytest.fixture
+def kernels_here(monkeypatch):
+    """Programs made for a GPU run on whatever is here."""
+    interpret = backend() != "gpu"
+    inside = functools.partial(few_queries_attention, interpret=interpret)
+    monkeypatch.setattr("specrl_jax.models.attention.few_queries_attention", inside)
+
+
 @pytest.mark.parametrize("tree", [None, Tree.comb(2, 2)], ids=["chain", "tree"])
-def test_a_gpu_attends_as_a_cpu(tree, monkeypatch):
+def test_a_gpu_attends_as_a_cpu(tree, kernels_here):
     queries = 4 if tree is None else tree.size
     q, keys, values, table = _inputs(queries)
     depths = np.arange(queries) if tree is None else np.array(tree.depths)
     positions = np.array([[5], [70], [-1]]) + depths
     positions = jnp.asarray(np.where(np.array([[True], [True], [False]]), positions, -1), jnp.int32)
     arguments = (q, keys, values, jnp.asarray(table), positions, Numerics(key_block=PAGE), tree)
-
-    def interpreted(*args):
-        return few_queries_attention(*args, interpret=backend_here != "gpu")
-
-    backend_here = backend()
-    monkeypatch.setattr("specrl_jax.models.attention.few_queries_attention", interpreted)
     with made_for("gpu"):
         ours = paged_attention(*arguments)
     with made_for("cpu"):
         expected = paged_attention(*arguments)
     np.testing.assert_allclose(ours[:2], expected[:2], atol=2e-6)
+
+
+@pytest.mark.skipif(len(jax.devices()) < 8, reason="needs eight devices")
+def test_heads_split_over_tensor_without_a_collective(kernels_here):
+    mesh = make_mesh(MeshConfig(data=2, fsdp=2, tensor=2))
+    rng, rows, queries = np.random.default_rng(0), 4, 3
+    pool = (rows * PAGES, GROUPS, PAGE, WIDTH)
+    keys, values = (jnp.asarray(rng.normal(size=pool), jnp.float32) for _ in range(2))
+    q = jnp.asarray(rng.normal(size=(rows, queries, GROUPS * SHARED, WIDTH)), jnp.float32)
+    positions = jnp.asarray(np.array([5, 60, 17, 33])[:, None] + np.arange(queries), jnp.int32)
+    numerics = Numerics(key_block=PAGE)
+    tables = jnp.arange(rows * PAGES, dtype=jnp.int32).reshape(rows, PAGES)
+    with made_for("cpu"):
+        expected = paged_attention(q, keys, values, tables, positions, numerics)
+
+    def local(q, keys, values, table, positions):
+        with made_for("gpu"):
+            return paged_attention(q, keys, values, table, positions, numerics)
+
+    split, heads = P(SPLIT_ROWS), NamedSharding(mesh, P(SPLIT_ROWS, "tensor"))
+    program = jax.jit(over_mesh(mesh, local, (split,) * 5, split))
+    arguments = (q, *(jax.device_put(x, heads) for x in (keys, values)), tables % PAGES, positions)
+    np.testing.assert_allclose(program(*arguments), expected, atol=2e-6)
+    compiled = program.lower(*arguments).compile().as_text()
+    assert not [kind for kind in ("all-gather", "all-reduce", "all-to-all", "collective-permute") if kind in compiled]
 
 
 def test_a_key_that_may_not_be_read_is_noticed():

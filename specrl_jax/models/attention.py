@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from specrl_jax.models.backend import backend
@@ -26,6 +27,8 @@ from specrl_jax.models.linear import wide_dtype
 from specrl_jax.models.numerics import Numerics, in_chunks, opaque_int
 from specrl_jax.models.paged_kernel import few_queries_attention, kernel_fits
 from specrl_jax.models.tree import Tree
+from specrl_jax.parallel.mesh import TENSOR
+from specrl_jax.parallel.sharding import by_hand_too, compiler_split
 
 _AT_ONCE, _QUERIES, _SPANS = 512, 128, 4
 """Of the training forward: queries of a row that attend at once; above that, queries whose scores exist at a time; and
@@ -280,7 +283,10 @@ def _in_kernel(
         below = jnp.broadcast_to(jnp.maximum(positions[:, :1], 0), positions.shape)
         bits = jnp.where(live, jnp.asarray(np.array(words, np.uint32).astype(np.int32))[None], 0)
     ends = jnp.minimum(jnp.max(below, axis=1) + size, table.shape[1] * keys.shape[2])
-    return few_queries_attention(q, keys, values, table, below, bits, ends)
+    # A kernel is not the compiler's to split over `tensor`.
+    heads, pages, whole = P(None, None, TENSOR), P(None, TENSOR), P()
+    split = by_hand_too(TENSOR, few_queries_attention, (heads, pages, pages, whole, whole, whole, whole), heads)
+    return split(q, keys, values, table, below, bits, ends)
 
 
 def attention(
@@ -331,7 +337,8 @@ def paged_attention(
         return out
 
     sharing = q.shape[1] * q.shape[2] // keys.shape[1]
-    if backend() == "gpu" and kernel_fits(sharing, keys.shape[2], keys.shape[3], tree):
+    whole = keys.shape[1] % compiler_split(TENSOR) == 0  # else heads of keys and values are whole on every device
+    if backend() == "gpu" and whole and kernel_fits(sharing, keys.shape[2], keys.shape[3], tree):
         return _in_kernel(q, keys, values, table, positions, None if chain else tree)
 
     def take(j: Int[Array, ""]) -> tuple[Array, Array]:

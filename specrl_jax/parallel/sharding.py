@@ -147,6 +147,19 @@ def over_mesh(mesh: Mesh, fn: Callable[..., Any], in_specs: Any, out_specs: Any)
     return jax.shard_map(fn, mesh=mesh, in_specs=in_specs, out_specs=out_specs, axis_names=by_hand, check_vma=False)
 
 
+def compiler_split(axis: str) -> int:
+    """Devices of an axis that the compiler splits arrays over, in the program that is being traced; 1 without one."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return mesh.shape[axis] if not mesh.empty and axis in mesh.auto_axes else 1
+
+
+def by_hand_too(axis: str, fn: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
+    """`fn` as every device of an axis computes it on its own part, where the compiler has that axis else."""
+    if compiler_split(axis) == 1:
+        return fn
+    return jax.shard_map(fn, in_specs=in_specs, out_specs=out_specs, axis_names={axis}, check_vma=False)
+
+
 def sum_over_rows(tree: Any) -> Any:
     """Sums over the devices that rows are split over, inside `over_mesh`.
 

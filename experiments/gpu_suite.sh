@@ -56,7 +56,7 @@ step "exactness: tokens with and without drafts" \
 
 step "cost of a round" \
     $python -m experiments.bench_round_cost "${shape[@]}" --rows "${rows[@]}" --contexts "${contexts[@]}" \
-    --draft-lengths "${lengths[@]}" --repeats "$repeats" --out "$out/round_cost"
+    --draft-lengths "${lengths[@]}" --no-parts --repeats "$repeats" --out "$out/round_cost"
 
 step "rollouts" \
     $python -m experiments.bench_rollout "${shape[@]}" --rows 1 --lengths equal --tokens "$tokens" \

@@ -113,6 +113,28 @@ def round_cost_table() -> str:
     return markdown_table(rows)
 
 
+def gpu_round_cost_table() -> str:
+    """Cost of a round on one H200, from results/h200/round_cost.json."""
+    rows = []
+    for row in _read(ROOT / "results" / "h200" / "round_cost.json")["rows"]:
+        rows.append(
+            {
+                "policy": f"{row['shape']}, {row['dtype']}",
+                "rows": row["rows"],
+                "context": row["context"],
+                "drafts": row["draft_length"],
+                "step (ms)": f"{row['step_ms']:.2f}",
+                "tokens / s": f"{1e3 * row['rows'] / row['step_ms']:.0f}",
+                "step / products": f"{row['step_over_products']:.2f}",
+                "round (ms)": f"{row['round_ms']:.2f}",
+                "round / step": f"{row['round_cost']:.2f}",
+                "floor": f"{row['floor']:.2f}",
+                "over floor": f"{row['over_floor']:.2f} ({row['over_floor_low']:.2f} to {row['over_floor_high']:.2f})",
+            }
+        )
+    return markdown_table(rows)
+
+
 def _speed(row: dict[str, Any], name: str = "speedup") -> str:
     return f"{row[name]:.2f} ({row[f'{name}_low']:.2f} to {row[f'{name}_high']:.2f})"
 
@@ -395,6 +417,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "invariance_cost": invariance_cost_table,
     "acceptance": acceptance_table,
     "round_cost": round_cost_table,
+    "gpu_round_cost": gpu_round_cost_table,
     "rollout": rollout_table,
     "peers": peers_table,
     "step": step_table,

@@ -1,9 +1,9 @@
 """A GRPO step of a large policy as shapes: nothing of it is ever allocated."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -15,9 +15,9 @@ from experiments.common import check_least
 from experiments.compiled_memory import Peak, Taken
 from experiments.setup import draft_head_config
 from specrl_jax.data.prompts import Prompts
+from specrl_jax.drafters.block_params import BlockConfig
 from specrl_jax.drafters.draft_losses import DraftLossConfig
-from specrl_jax.drafters.eagle3_params import Eagle3Config
-from specrl_jax.drafters.heads import drafter_for_head, init_head
+from specrl_jax.drafters.heads import HeadConfig, drafter_for_head, init_head
 from specrl_jax.errors import InputError
 from specrl_jax.models.backend import backend
 from specrl_jax.models.config import PolicyConfig
@@ -53,6 +53,8 @@ class Sizes:
     """Per step, over all devices."""
     samples: int = 16
     draft_length: int = 3
+    head: Literal["eagle3", "block"] = "eagle3"
+    """An EAGLE-3 head over `draft_vocab` tokens, or a block drafter of five layers over all (Qwen3-8B-DFlash-b16)."""
     draft_vocab: int = 32_000
     draft_microbatches: int = 8
     """Microbatches of an update that leave a sequence each for the draft head."""
@@ -61,16 +63,15 @@ class Sizes:
 
     def __post_init__(self) -> None:
         least = dict.fromkeys(("prompt_tokens", "microbatch_tokens", "rows", "prompts", "draft_vocab"), 1)
-        check_least("sizes", self, context=2, samples=2, draft_length=1, draft_microbatches=1, unroll=1, **least)
+        check_least("", self, context=2, samples=2, draft_length=1, draft_microbatches=1, unroll=1, **least)
         if self.prompt_tokens >= self.context:
             raise InputError(
-                f"--sizes.prompt-tokens is {self.prompt_tokens} and --sizes.context {self.context}; "
-                "leave room for a response"
+                f"--prompt-tokens is {self.prompt_tokens} and --context {self.context}; leave room for a response"
             )
         if self.microbatch_tokens < self.context:
             raise InputError(
-                f"--sizes.microbatch-tokens is {self.microbatch_tokens}, less than a sequence of {self.context}; "
-                "raise it, or lower --sizes.context"
+                f"--microbatch-tokens is {self.microbatch_tokens}, less than a sequence of {self.context}; "
+                "raise it, or lower --context"
             )
 
 
@@ -80,7 +81,7 @@ class AbstractStep:
 
     program: GrpoProgram
     sizes: Sizes
-    head: Eagle3Config
+    head: HeadConfig
 
     @cached_property
     def state(self) -> GrpoState:
@@ -175,13 +176,27 @@ class AbstractStep:
         }
 
 
+def head_of(policy: PolicyConfig, sizes: Sizes) -> HeadConfig:
+    """Architecture of the draft head."""
+    if sizes.head == "eagle3":
+        return draft_head_config(policy, sizes.draft_vocab)
+    read = np.linspace(min(2, policy.num_layers), max(policy.num_layers - 2, 1), 5).round().astype(int)
+    return BlockConfig(
+        backbone=replace(policy, family="qwen3", num_layers=5, tie_embeddings=False),
+        draft_vocab_size=policy.vocab_size,
+        boundaries=tuple(sorted({int(layer) for layer in read})),
+        block_size=16,
+        sample_from_anchor=False,
+    )
+
+
 def abstract_step(policy: PolicyConfig, mesh: Mesh, sizes: Sizes) -> AbstractStep:
-    """A step of a policy with a new EAGLE-3 head, a gradient of which recomputes every layer.
+    """A step of a policy with a new head, a gradient of which recomputes every layer.
 
     Raises:
         InputError: the sizes do not split over the mesh, or do not fit the policy.
     """
-    head, numerics = draft_head_config(policy, sizes.draft_vocab), Numerics("plain")
+    head, numerics = head_of(policy, sizes), Numerics("plain")
     law = SamplingLaw(1.0, end_ids=(0,))
     tensor = mesh.shape[TENSOR]
     rollout = RolloutConfig(

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+import jax
+
 from experiments.common import Run, RunOptions, check_least, progress, run_main
 from experiments.inference import Model, ModelFlags, ModelOptions, ProblemOptions, open_model, open_problems
 from experiments.outputs import check_output, markdown_table, open_output, provenance, write_results
@@ -120,6 +122,7 @@ def main(config: Config) -> None:
             row = {"prompts": name, "temperature": temperature, "drafts": drafts, "draft_length": config.draft_length}
             table.append(row | acceptance_figures(trajectory))
             advance(1, f"{name} at {temperature}, {drafts}: {table[-1]['acceptance_length']:.2f}")
+            jax.clear_caches()  # every program holds memory maps, of which a process may have some 65,000
     source = provenance(config.run.seed) | {"policy": config.model.policy, "drafter": config.model.drafter}
     write_results(out, table, "Acceptance by task", source)
     write_json(out / "summary.json", {"best": max(row["acceptance_length"] for row in table)} | source)

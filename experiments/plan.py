@@ -5,14 +5,17 @@ the compiler says what each takes; what of the run's state lies beside a piece i
 compiles: that of the devices here, virtual ones on a CPU, or, where libtpu is installed, the compiler of TPUs for a
 slice such as v5p:2x2x2 (no TPU is needed). A CPU multiplies bfloat16 in float32: the float32 copies that only it makes
 are listed, each once, and left out of `needed`, which is low by what of them does not exist at the same time.
-`--model` is a preset, or a folder or hub name of which only config.json is read.
+`--model` is a preset, or a folder or hub name of which only config.json is read:
+
+    python -m experiments.plan --model qwen3-8b --devices 8 --context 16384
 """
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Annotated, Any
 
+import tyro
 from jax.experimental import topologies
 from jax.sharding import Mesh
 
@@ -50,9 +53,9 @@ REMEDIES = {
     "state": "split it over more devices, along fsdp or tensor",
     "weights as rollouts and gradients read them": "a larger tensor axis; fsdp does not split them",
     "sum of gradients": "a larger tensor axis; fsdp does not split it",
-    "inputs of layers": "fewer tokens in a microbatch (--sizes.microbatch-tokens), or a shorter --sizes.context",
-    "cache": "fewer --sizes.rows at a time; other sequences wait",
-    "examples for the head": "fewer --sizes.draft-microbatches",
+    "inputs of layers": "fewer tokens in a microbatch (--microbatch-tokens), or a shorter --context",
+    "cache": "fewer --rows at a time; other sequences wait",
+    "examples for the head": "fewer --draft-microbatches",
 }
 
 
@@ -65,19 +68,34 @@ class Config:
     """A preset, or a folder or hub name of a policy."""
     target: str = "here"
     """Who compiles: here, for the devices that jax sees, or the compiler of a TPU slice such as v5p:2x2x2."""
-    mesh: str = "data=1,fsdp=2,tensor=4"
+    devices: int | None = None
+    """Of one mesh, of which tensor takes up to four and fsdp the rest; by default as many as --mesh has, else 8."""
+    mesh: str = ""
+    """The mesh itself."""
     measure: bool = False
     """Run the pieces once, with random weights, and put memory and seconds beside the plan; --mesh must be there."""
     room: float = DEVICES["H100"]
     """GiB per device above which advice is given."""
-    sizes: Sizes = Sizes()
+    sizes: Annotated[Sizes, tyro.conf.arg(name="")] = field(default_factory=Sizes)
 
     def __post_init__(self) -> None:
-        parse_mesh(self.mesh)
+        if self.devices is not None and self.devices < 1:
+            raise InputError(f"--devices is {self.devices}; it must be at least 1")
+        if not self.mesh:
+            object.__setattr__(self, "mesh", mesh_for(self.devices or 8))
+        size = parse_mesh(self.mesh).size
+        if self.devices not in (None, size):
+            raise InputError(f"--mesh {self.mesh} takes {size} devices and --devices is {self.devices}; leave one out")
         if self.target != "here" and ":" not in self.target:
             raise InputError(f"--target is {self.target}; choose here, or a TPU slice such as v5p:2x2x2")
         if self.measure and self.target != "here":
             raise InputError(f"--measure runs on this machine, not on --target {self.target}; leave one of them out")
+
+
+def mesh_for(devices: int) -> str:
+    """So many devices with state split over all of them, and weights in use over four: the reach of most links."""
+    tensor = next(size for size in (4, 2, 1) if devices % size == 0)
+    return f"data=1,fsdp={devices // tensor},tensor={tensor}"
 
 
 PRESETS: dict[str, Mapping[str, Any]] = {

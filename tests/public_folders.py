@@ -50,6 +50,26 @@ QWEN3_8B = {
     "use_sliding_window": False,
     "vocab_size": 151936,
 }
+QWEN3_0_6B = QWEN3_8B | {
+    "hidden_size": 1024,
+    "intermediate_size": 3072,
+    "max_window_layers": 28,
+    "num_attention_heads": 16,
+    "num_hidden_layers": 28,
+    "tie_word_embeddings": True,
+}
+DFLASH = QWEN3_8B | {
+    "architectures": ["DFlashDraftModel"],
+    "auto_map": {"AutoModel": "dflash.DFlashDraftModel"},
+    "block_size": 16,
+    "dflash_config": {"mask_token_id": 151669, "target_layer_ids": [1, 9, 17, 25, 33]},
+    "layer_types": ["full_attention"] * 5,
+    "max_window_layers": 5,
+    "num_hidden_layers": 5,
+    "num_target_layers": 36,
+    "tie_word_embeddings": True,
+    "transformers_version": "4.57.3",
+}
 _HEAD_LAYER = {
     "attention_bias": False,
     "attention_dropout": 0.0,
@@ -163,7 +183,9 @@ def _layer(prefix, hf, *, bias=False, qk_norm=False, inputs=1):
 
 def _policy(hf, **layers):
     wide, vocab = hf["hidden_size"], hf["vocab_size"]
-    shapes = {"model.embed_tokens.weight": (vocab, wide), "model.norm.weight": (wide,), "lm_head.weight": (vocab, wide)}
+    shapes = {"model.embed_tokens.weight": (vocab, wide), "model.norm.weight": (wide,)}
+    if not hf["tie_word_embeddings"]:
+        shapes["lm_head.weight"] = (vocab, wide)
     for i in range(hf["num_hidden_layers"]):
         shapes |= _layer(f"model.layers.{i}", hf, **layers)
     return shapes
@@ -193,7 +215,18 @@ def _speculators(hf):
     return _head(hf, layer, "layers.0") | {"embed_tokens.weight": (layer["vocab_size"], layer["hidden_size"])}
 
 
+def _dflash(hf):
+    wide = hf["hidden_size"]
+    read = len(hf["dflash_config"]["target_layer_ids"])
+    shapes = {"fc.weight": (wide, read * wide), "hidden_norm.weight": (wide,), "norm.weight": (wide,)}
+    for i in range(hf["num_hidden_layers"]):
+        shapes |= _layer(f"layers.{i}", hf, qk_norm=True)
+    return shapes
+
+
 FOLDERS = {
+    "Qwen3-0.6B": (QWEN3_0_6B, lambda hf: _policy(hf, qk_norm=True), 1),
+    "Qwen3-8B-DFlash-b16": (DFLASH, _dflash, 1),
     "Qwen3-8B": (QWEN3_8B, lambda hf: _policy(hf, qk_norm=True), 5),
     "Qwen3-8B_eagle3": (ANGELSLIM, lambda hf: _head(hf, hf, "midlayer"), 1),
     "Qwen3-8B-speculator.eagle3": (SPECULATORS, _speculators, 1),
@@ -208,7 +241,10 @@ def small(hf):
     shrunk = hf | {name: value for name, value in SMALL.items() if name in hf}
     if "vocab_size" in hf:
         shrunk["vocab_size"] = SMALL_VOCAB
-    if hf.get("num_hidden_layers", 1) > 1:
+    if "dflash_config" in hf:
+        shrunk |= {"dflash_config": {"mask_token_id": SMALL_VOCAB - 1, "target_layer_ids": [0, 2, 3, 4, 5]}}
+        shrunk["num_target_layers"] = SMALL_LAYERS
+    elif hf.get("num_hidden_layers", 1) > 1:
         shrunk["num_hidden_layers"] = SMALL_LAYERS
     if "transformer_layer_config" in hf:
         shrunk["transformer_layer_config"] = small(hf["transformer_layer_config"])

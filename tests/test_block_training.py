@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jaxprs import array_shapes
 from test_block import random_block
 from tiny import VOCAB, no_texts
 
@@ -128,6 +129,34 @@ def test_parts_of_a_batch_add_up():
         summed = grads if summed is None else jax.tree.map(jnp.add, summed, grads)
     np.testing.assert_allclose(total, whole, rtol=1e-5)
     jax.tree.map(functools.partial(np.testing.assert_allclose, atol=1e-5), summed, gradient)
+
+
+def test_many_blocks_attend_some_at_a_time(monkeypatch):
+    """The loss and its gradient are those of all at once, and no array has the scores of all."""
+    config, params, embed, batch = case()
+    loss_config = replace(LOSS, anchors=6)
+
+    def value_and_shapes():
+        def loss(weights):
+            return block_loss(weights, params, readout(embed), batch, config, loss_config)[0]
+
+        return jax.jit(jax.value_and_grad(loss))(params.weights), array_shapes(jax.grad(loss), params.weights)
+
+    def most_scores(shapes):
+        """Blocks, of those whose scores over the tokens of a text stand in one array."""
+        backbone = config.backbone
+        shared = backbone.num_heads // backbone.num_kv_heads
+        tail = (backbone.num_kv_heads, shared, config.block_size, SLOTS)
+        return max(shape[1] for shape in shapes if len(shape) == 6 and shape[2:] == tail)
+
+    (whole, gradient), shapes = value_and_shapes()
+    assert most_scores(shapes) == 6
+    monkeypatch.setattr("specrl_jax.drafters.block_training._AT_ONCE", 4 * config.block_size)
+    (some, some_gradient), shapes = value_and_shapes()
+    assert most_scores(shapes) == 4
+    np.testing.assert_allclose(some, whole, rtol=1e-6)
+    for ours, theirs in zip(jax.tree.leaves(some_gradient), jax.tree.leaves(gradient), strict=True):
+        np.testing.assert_allclose(ours, theirs, atol=1e-6)
 
 
 def test_no_gradient_leaves_the_drafter():

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jaxprs import array_sizes
+from jaxprs import array_shapes
 from scripts import refusal, run_script
 
 from experiments import plan
@@ -35,14 +35,16 @@ def test_bad_input_is_refused(monkeypatch, capsys, tmp_path):
         assert not (tmp_path / "run").exists()
 
     refused("--target is gpu; choose here, or a TPU slice", "--target", "gpu")
-    refused("--sizes.context is 1; it must be at least 2", "--sizes.context", 1)
-    refused("leave room for a response", "--sizes.prompt-tokens", 64)
-    refused("less than a sequence of 64; raise it", "--sizes.microbatch-tokens", 60)
-    refused("exceed the policy's max_position_embeddings of 1024", "--sizes.context", 1025,
-            "--sizes.microbatch-tokens", 2050)  # fmt: skip
+    refused("--context is 1; it must be at least 2", "--context", 1)
+    refused("leave room for a response", "--prompt-tokens", 64)
+    refused("less than a sequence of 64; raise it", "--microbatch-tokens", 60)
+    refused("exceed the policy's max_position_embeddings of 1024", "--context", 1025,
+            "--microbatch-tokens", 2050)  # fmt: skip
     refused("mesh axis tensor is 3 and does not divide", "--mesh", "tensor=3")
-    refused("3 prompts per step do not split over 2 devices", "--sizes.prompts", 3)
+    refused("3 prompts per step do not split over 2 devices", "--prompts", 3)
     refused("--measure runs on this machine", "--measure", "--target", "v5p:2x2x2")
+    refused("--devices is 0; it must be at least 1", "--devices", 0, "--mesh", "")
+    refused("takes 2 devices and --devices is 4; leave one out", "--devices", 4)
     refused("config.json is missing", "--model", tmp_path)
 
 
@@ -68,7 +70,7 @@ def test_advice_names_the_largest_part_and_its_remedy():
     row = {"program": "rollout", "needed": 97.8}
     parts = {"state": 14.0, "weights as rollouts and gradients read them": 4.0, "cache": 35.0, "inputs of layers": 90.0}
     said = plan.advice(row, parts, 70.0)
-    assert said.startswith("rollout needs 97.8 GiB, above 70; its largest part is cache with 35.0: fewer --sizes.rows")
+    assert said.startswith("rollout needs 97.8 GiB, above 70; its largest part is cache with 35.0: fewer --rows")
 
 
 @ci
@@ -99,26 +101,65 @@ def test_a_plan_for_a_tpu_has_the_pages_of_a_tpu():
     assert pages() == {"uint16"}
 
 
-def eight_billion(layers=36):
+def eight_billion(layers=36, **sizes):
     policy = dataclasses.replace(PRESETS["qwen3-8b"], num_layers=layers)
-    return abstract_step(policy, make_mesh(parse_mesh(EIGHT)), Sizes())
+    return abstract_step(policy, make_mesh(parse_mesh(EIGHT)), Sizes(**sizes))
+
+
+def traced(step):
+    """What is computed from a trajectory on, as functions and shapes of their arguments: log-probs of the old policy
+    and of a reference, the policy's update, the head's."""
+    update = dataclasses.replace(step.program.step.update_config, recompute_logprobs=True)
+    program = dataclasses.replace(step.program, step=dataclasses.replace(step.program.step, update_config=update))
+    state = dataclasses.replace(step.state, reference=step.state.params)
+    trajectory = jax.eval_shape(lambda: program.step.engine.empty_batch(tokens_of(step)).trajectory)
+    rewards = jax.ShapeDtypeStruct(trajectory.lengths.shape, np.float32)
+    prepared = jax.eval_shape(program.prepare, state, trajectory)
+    learn = program.to_update(state, trajectory, prepared, rewards)
+    after, _, examples = jax.eval_shape(program.compiled_update, *learn)
+    teach = program.to_update_drafter(program.after_update(state, after), trajectory, examples)
+    return {
+        "log-probs": (program.prepare, (state, trajectory)),
+        "update": (program.compiled_update, learn),
+        "draft update": (program.compiled_draft_update, teach),
+    }
+
+
+def tokens_of(step):
+    """Prompts of nothing, for shapes."""
+    return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), step.prompts)
+
+
+def laws_of(step, fn, args):
+    """Shapes with a vocabulary's axis that are no parameter's."""
+    vocabularies = {step.program.step.engine.policy.vocab_size, step.head.draft_vocab_size}
+    weights = {x.shape for x in jax.tree.leaves((step.state.params, step.state.draft))}
+    weights |= {shape[::-1] for shape in weights}
+    shapes = {shape for shape in array_shapes(fn, *args) if vocabularies & set(shape)}
+    return {shape for shape in shapes if math.prod(shape) > max(vocabularies)} - weights
 
 
 @ci
-def test_no_array_of_an_8b_update_exceeds_a_chunk_of_laws():
+@pytest.mark.parametrize("head", ["eagle3", "block"])
+def test_no_array_of_an_8b_step_exceeds_a_chunk_of_laws(head):
     """At 16,384 tokens and 32,768 in a microbatch, policy and head."""
-    step = eight_billion(4)
-    policy, update = step.program.step.engine.policy, step.program.step
-    sequences = jax.eval_shape(lambda: update.engine.empty_batch(step.prompts).trajectory)
-    micro = update.update_config.microbatch.rows * 16_384
-    prepared, trajectory = jax.eval_shape(step.program.prepare, step.state, sequences), sequences
-    rewards = jax.ShapeDtypeStruct((trajectory.lengths.shape[0],), np.float32)
-    lean = step.program.to_update(step.state, trajectory, prepared, rewards)
-    sizes = array_sizes(step.program.compiled_update, *lean)
-    whole = micro * policy.vocab_size
-    assert max(sizes) < whole
-    laws = [size for size in sizes if size % policy.vocab_size == 0 and size > policy.vocab_size * policy.hidden_size]
-    assert max(laws, default=0) <= 1024 * policy.vocab_size
+    step = eight_billion(4, head=head)
+    vocab = step.program.step.engine.policy.vocab_size
+    for name, (fn, args) in traced(step).items():
+        found = laws_of(step, fn, args)
+        assert found, name  # laws there are
+        assert max(map(math.prod, found)) <= 1024 * vocab, (name, found)
+
+
+@ci
+def test_laws_of_a_whole_microbatch_are_noticed():
+    """A positive control: with all tokens in one chunk the same search finds their laws."""
+    step = eight_billion(2)
+    scorer = dataclasses.replace(step.program.step.scorer, chunk=2**20)
+    program = dataclasses.replace(step.program, step=dataclasses.replace(step.program.step, scorer=scorer))
+    step = dataclasses.replace(step, program=program)
+    fn, args = traced(step)["update"]
+    assert max(map(math.prod, laws_of(step, fn, args))) >= 32_768 * step.program.step.engine.policy.vocab_size
 
 
 def planned(folder, *options):
@@ -132,9 +173,16 @@ def planned(folder, *options):
 @ci
 def test_8b_compiles_for_eight_devices_below_70_gib(tmp_path):
     """By the CPU's compiler, its own float32 copies and all."""
-    for row in planned(tmp_path / "run"):
+    rows = planned(tmp_path / "run", "--model", "qwen3-8b", "--devices", 8, "--context", 16_384)
+    for row in rows:
         assert row["compiled by"] == "cpu (cpu)"
         assert row["total"] < 70.0, row
+    copies = json.loads((tmp_path / "run" / "summary.json").read_text())["float32_copies"]
+    for row in rows:
+        listed = copies.get(row["program"], {})
+        assert listed, row["program"]
+        assert all(shape.startswith("f32[") for shape in listed)
+        assert math.isclose(row["needed"], row["total"] - sum(listed.values()), rel_tol=1e-6)
 
 
 @full
@@ -147,7 +195,7 @@ def test_a_plan_is_within_a_tenth_of_what_a_process_takes(tmp_path):
     (tmp_path / "model" / "config.json").write_text(json.dumps(config_to_hf(policy)))
     sizes = {"context": 128, "prompt-tokens": 64, "microbatch-tokens": 1024, "rows": 16, "prompts": 4, "samples": 4,
              "draft-vocab": 16_384, "draft-microbatches": 2}  # fmt: skip
-    options = [text for name, value in sizes.items() for text in (f"--sizes.{name}", value)]
+    options = [text for name, value in sizes.items() for text in (f"--{name}", value)]
     rows = planned(tmp_path / "run", "--model", tmp_path / "model", "--mesh", "data=1", "--measure", *options)
     apart = {row["program"]: row["measured"] / row["total"] - 1 for row in rows}
     assert all(abs(share) < 0.1 for share in apart.values()), apart

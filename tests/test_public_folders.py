@@ -1,5 +1,7 @@
 """Folders as public checkpoints come: they load without a word, draft, and agree at full size in names and shapes."""
 
+import re
+
 import jax
 import numpy as np
 import pytest
@@ -18,7 +20,13 @@ from specrl_jax.rollout.engine import RolloutEngine
 from specrl_jax.rollout.sampling import SamplingLaw
 
 pytestmark = pytest.mark.ci
-POLICY_OF = {"Qwen3-8B_eagle3": "Qwen3-8B", "Qwen3-8B-speculator.eagle3": "Qwen3-8B", "MiMo-7B-RL": "MiMo-7B-RL"}
+POLICY_OF = {
+    "Qwen3-8B_eagle3": "Qwen3-8B",
+    "Qwen3-8B-speculator.eagle3": "Qwen3-8B",
+    "Qwen3-8B-DFlash-b16": "Qwen3-8B",
+    "MiMo-7B-RL": "MiMo-7B-RL",
+}
+POLICIES = {*POLICY_OF.values(), "Qwen3-0.6B"}
 FLAGS = {"Qwen3-8B_eagle3": False, "Qwen3-8B-speculator.eagle3": True}
 
 
@@ -61,7 +69,7 @@ def read_nothing(monkeypatch):
 
 
 def load(folder, name):
-    if name not in POLICY_OF.values():
+    if name not in POLICIES:
         return load_drafter(folder, config_from_hf(QWEN3_8B))
     return load_policy(folder)
 
@@ -83,15 +91,17 @@ def test_names_and_shapes_agree_at_full_size(tmp_path, read_nothing, name):
 @pytest.mark.parametrize("name", FOLDERS)
 def test_one_row_too_many_is_seen_at_full_size(tmp_path, read_nothing, name):
     def grow(shapes):
-        shapes["lm_head.weight"] = (shapes["lm_head.weight"][0] + 1, 4096)
+        shapes[spoilt] = (shapes[spoilt][0] + 1, *shapes[spoilt][1:])
 
+    hf, shapes_of, _ = FOLDERS[name]
+    spoilt = next(t for t in ("lm_head.weight", "fc.weight", "model.embed_tokens.weight") if t in shapes_of(hf))
     folder = write_folder(tmp_path / "spoilt", name, full=True, change=grow)
-    with pytest.raises(InputError, match=r"lm_head\.weight of shape"):
+    with pytest.raises(InputError, match=rf"{re.escape(spoilt)} of shape"):
         load(folder, name)
 
 
 def test_the_shapes_are_those_of_the_presets():
-    for name, preset in (("Qwen3-8B", "qwen3-8b"), ("MiMo-7B-RL", "mimo-7b")):
+    for name, preset in (("Qwen3-8B", "qwen3-8b"), ("Qwen3-0.6B", "qwen3-0.6b"), ("MiMo-7B-RL", "mimo-7b")):
         hf, shapes_of, _ = FOLDERS[name]
         config = PRESETS[preset]
         assert config_from_hf(hf) == config

@@ -51,22 +51,28 @@ def test_presets_can_be_read_and_say_what_they_take(name):
     assert "not measured" in text
 
 
+REDUCED = [(name, preset) for name in RECIPES for preset in recipe(name).PRESETS if preset.startswith("reduced")]
+
+
 @pytest.mark.full
-@pytest.mark.parametrize("name", RECIPES)
-def test_two_steps_at_reduced_width(tmp_path, monkeypatch, name):
+@pytest.mark.parametrize(("name", "preset"), REDUCED)
+def test_two_steps_at_reduced_width(tmp_path, monkeypatch, name, preset):
     module = recipe(name)
-    policy = write_folder(tmp_path / "policy", "Qwen3-8B")
+    made = {"Qwen3-8B-Base": "Qwen3-8B"}  # of the same layout
+    named = module.PRESETS[preset]["policy"].split("/")[1]
+    policy = write_folder(tmp_path / "policy", made.get(named, named))
     lines = write_task(tmp_path / "train.jsonl", 12).read_text().splitlines()
     texts = [json.loads(line)["prompt"][0]["content"] for line in lines]
     train_bpe(texts, 300).save_pretrained(policy)
+    head = "Qwen3-8B-DFlash-b16" if preset == "reduced_block" else module.PRESETS[preset].get("drafter", "")
     models = ["--policy", policy]
-    if module.PRESETS["reduced"].get("drafter"):
-        models += ["--drafter", write_folder(tmp_path / "head", "Qwen3-8B-speculator.eagle3")]
+    if head:
+        models += ["--drafter", write_folder(tmp_path / "head", head.split("/")[-1])]
     data = ["--data", tmp_path / "train.jsonl", "--eval-data", write_task(tmp_path / "test.jsonl", 6)]
     module.main, module.Config = train_grpo.main, Config
     extra = ["--layout", "dapo"] if name.endswith("gsm8k") else []
     run_script(
-        monkeypatch, module, "--preset", "reduced", *models, *data, *extra, "--data-split", "train",
+        monkeypatch, module, "--preset", preset, *models, *data, *extra, "--data-split", "train",
         "--eval-split", "test", "--out", tmp_path / "run",
     )  # fmt: skip
     rows = read_metrics(tmp_path / "run")

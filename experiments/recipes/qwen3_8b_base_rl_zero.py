@@ -32,10 +32,12 @@ EAGLE3 = merged(
         "draft": {"prompts": 2048, "samples": 4, "steps": 1000, "batch": 16, "vocab_size": 32_000},
     },
 )
+BLOCK = merged(EAGLE3, {"speculation": {"draft_length": 7}, "rows": 48})
 PRESETS: dict[str, Mapping[str, Any]] = {
     "eagle3": EAGLE3,
-    "block": merged(EAGLE3, {"speculation": {"draft_length": 7}}),
+    "block": BLOCK,
     "reduced": merged(EAGLE3, REDUCED),
+    "reduced_block": merged(BLOCK, REDUCED),
 }
 
 if __name__ == "__main__":

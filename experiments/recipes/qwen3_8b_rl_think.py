@@ -24,10 +24,12 @@ from experiments.recipes.common import DAPO, REDUCED, merged
 from experiments.train_options import Config
 
 EAGLE3 = merged(DAPO, {"policy": "Qwen/Qwen3-8B", "drafter": "RedHatAI/Qwen3-8B-speculator.eagle3"})
+BLOCK = merged(EAGLE3, {"drafter": "z-lab/Qwen3-8B-DFlash-b16", "speculation": {"draft_length": 7}, "rows": 48})
 PRESETS: dict[str, Mapping[str, Any]] = {
     "eagle3": EAGLE3,
-    "block": merged(EAGLE3, {"drafter": "z-lab/Qwen3-8B-DFlash-b16", "speculation": {"draft_length": 7}}),
+    "block": BLOCK,
     "reduced": merged(EAGLE3, REDUCED),
+    "reduced_block": merged(BLOCK, REDUCED),
 }
 
 if __name__ == "__main__":

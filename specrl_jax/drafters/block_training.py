@@ -26,9 +26,11 @@ from specrl_jax.drafters.draft_losses import (
     weighted,
 )
 from specrl_jax.models.linear import logits_of
+from specrl_jax.models.numerics import in_chunks
 from specrl_jax.models.policy import mix_and_mlp, project_qkv, rms_norm
 
 _MASKED = -1e30
+_AT_ONCE = 512  # slots of a sequence's blocks whose scores exist at a time
 
 
 def choose_anchors(
@@ -58,7 +60,25 @@ def _attend_blocks(
     own_values: Float[Array, "b a s g c"],
     anchors: Int[Array, "b a"],
 ) -> Float[Array, "b a s h c"]:
-    """Every slot of a block over the tokens before its anchor and over its own block."""
+    """Every slot of a block over the tokens before its anchor and over its own block; a few blocks at a time."""
+
+    def some(base: tuple[Array, Array], *own: Array) -> Array:
+        q, own_keys, own_values, anchors = (jnp.moveaxis(x, 0, 1) for x in own)
+        return jnp.moveaxis(_attend_at_once(q, *base, own_keys, own_values, anchors), 1, 0)
+
+    own = (jnp.moveaxis(x, 1, 0) for x in (q, own_keys, own_values, anchors))
+    chunk = max(1, _AT_ONCE // q.shape[2])
+    return jnp.moveaxis(in_chunks(some, (keys, values), tuple(own), chunk), 0, 1)
+
+
+def _attend_at_once(
+    q: Float[Array, "b a s h c"],
+    keys: Float[Array, "b t g c"],
+    values: Float[Array, "b t g c"],
+    own_keys: Float[Array, "b a s g c"],
+    own_values: Float[Array, "b a s g c"],
+    anchors: Int[Array, "b a"],
+) -> Float[Array, "b a s h c"]:
     batch, count, slots, _, width = q.shape
     groups = keys.shape[2]
     grouped = (q * width**-0.5).reshape(batch, count, slots, groups, -1, width)

@@ -57,13 +57,18 @@ class Sizes:
     """An EAGLE-3 head over `draft_vocab` tokens, or a block drafter of five layers over all (Qwen3-8B-DFlash-b16)."""
     draft_vocab: int = 32_000
     draft_microbatches: int = 8
-    """Microbatches of an update that leave a sequence each for the draft head."""
+    """Microbatches of an update that leave sequences for the draft head."""
+    draft_sequences: int = 1
+    """Sequences that each of them leaves."""
+    draft_rows: int = 1
+    """Of them, in a microbatch of the head."""
     unroll: int = 3
     """Steps of the head's training-time test."""
 
     def __post_init__(self) -> None:
         least = dict.fromkeys(("prompt_tokens", "microbatch_tokens", "rows", "prompts", "draft_vocab"), 1)
-        check_least("", self, context=2, samples=2, draft_length=1, draft_microbatches=1, unroll=1, **least)
+        check_least("", self, context=2, samples=2, draft_length=1, draft_microbatches=1, draft_sequences=1, **least)
+        check_least("", self, draft_rows=1, unroll=1)
         if self.prompt_tokens >= self.context:
             raise InputError(
                 f"--prompt-tokens is {self.prompt_tokens} and --context {self.context}; leave room for a response"
@@ -172,7 +177,7 @@ class AbstractStep:
             "sum of gradients": 4 * weights // itemsize,
             "inputs of layers": policy.num_layers * tokens * policy.hidden_size * itemsize,
             "cache": pages * step.engine.page_bytes() // split,
-            "examples for the head": self.sizes.draft_microbatches * left,
+            "examples for the head": self.sizes.draft_microbatches * self.sizes.draft_sequences * left,
         }
 
 
@@ -209,11 +214,11 @@ def abstract_step(policy: PolicyConfig, mesh: Mesh, sizes: Sizes) -> AbstractSte
         loss=LossConfig(),
         optimizer=OptimizerConfig(1e-6),
         microbatch=MicrobatchConfig(sizes.microbatch_tokens // sizes.context, (1.0,)),
-        draft_sequences=1,
+        draft_sequences=sizes.draft_sequences,
         draft_microbatches=sizes.draft_microbatches,
     )
     loss = DraftLossConfig(sizes.unroll)
-    drafting = DraftTraining(scorer, head, loss, OptimizerConfig(1e-4), MicrobatchConfig(1, (1.0,)))
+    drafting = DraftTraining(scorer, head, loss, OptimizerConfig(1e-4), MicrobatchConfig(sizes.draft_rows, (1.0,)))
     step = GrpoStep(engine, scorer, update, drafting, seed=0)
     return AbstractStep(GrpoProgram(step, mesh, sizes.prompts), sizes, head)
 

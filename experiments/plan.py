@@ -110,6 +110,8 @@ PRESETS: dict[str, Mapping[str, Any]] = {
             "rows": 256,
             "prompts": 32,
             "draft_microbatches": 16,
+            "draft_sequences": 2,
+            "draft_rows": 8,
         },
     },
     "smoke": {

@@ -9,10 +9,11 @@ import pytest
 from public_folders import write_folder
 from scripts import run_script
 
-from experiments import recipes, train_grpo
+from experiments import plan, recipes, train_grpo
 from experiments.common import preset_config
 from experiments.train_options import Config
 from specrl_jax.data.tokenizers import train_bpe
+from specrl_jax.parallel.mesh import parse_mesh
 from specrl_jax.training.metrics import read_metrics
 
 RECIPES = sorted(m.name for m in pkgutil.iter_modules(recipes.__path__) if m.name != "common")
@@ -49,6 +50,37 @@ def test_presets_can_be_read_and_say_what_they_take(name):
     assert "Memory" in text
     assert "Expected" in text
     assert "not measured" in text
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize(
+    ("name", "preset", "planned"),
+    [
+        ("qwen3_8b_rl_think", "eagle3", {"model": "qwen3-8b"}),
+        ("qwen3_8b_base_rl_zero", "eagle3", {"model": "qwen3-8b"}),
+        ("qwen3_8b_rl_think", "block", {"model": "qwen3-8b", "head": "block", "draft_length": 7, "rows": 12}),
+        ("qwen3_8b_base_rl_zero", "block", {"model": "qwen3-8b", "head": "block", "draft_length": 7, "rows": 12}),
+        ("qwen3_0_6b_gsm8k", "eagle3", {"preset": "0.6b"}),
+    ],
+)
+def test_plans_are_of_the_recipes(name, preset, planned):
+    """What the plan of a recipe compiles has the sizes of the recipe, but for the controller's draft lengths."""
+    module, changes = recipe(name), dict(planned)
+    config = preset_config(Config, module.PRESETS, preset, script=train_grpo.SCRIPT)
+    plans = preset_config(plan.Config, plan.PRESETS, changes.pop("preset", "8b"), script=plan.SCRIPT)
+    assert plans.model == changes.pop("model", plans.model) == config.policy.split("/")[1].lower().removesuffix("-base")
+    sizes, context = dataclasses.replace(plans.sizes, **changes), config.max_prompt_tokens + config.max_new_tokens
+    assert parse_mesh(plans.mesh) == parse_mesh(config.mesh)
+    assert sizes.context == context
+    assert sizes.prompt_tokens == config.max_prompt_tokens
+    assert sizes.microbatch_tokens == config.microbatch.rows * context
+    assert sizes.rows * parse_mesh(config.mesh).tensor == config.rows
+    assert (sizes.prompts, sizes.samples) == (config.prompts, config.samples)
+    assert sizes.draft_microbatches == config.draft.online_microbatches
+    assert (sizes.draft_sequences, sizes.draft_rows) == (config.draft.online_sequences, config.draft.microbatch.rows)
+    assert sizes.unroll == config.draft.unroll
+    if not config.speculation.adaptive:
+        assert sizes.draft_length == config.speculation.draft_length
 
 
 REDUCED = [(name, preset) for name in RECIPES for preset in recipe(name).PRESETS if preset.startswith("reduced")]

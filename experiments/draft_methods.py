@@ -3,7 +3,8 @@
 For every seed an EAGLE-3 head and a block drafter are trained on the same rollouts of the policy. Then held-out prompts
 are answered twice. The first epoch is what suffix drafts may remember; the second is timed with every drafter, in turn:
 n-gram drafts (the text itself), suffix drafts (its siblings too; and the first epoch too), the heads, and EAGLE-3 with
-suffix drafts. `speedup` is over no drafts, and `paid_back` the number of such rollouts after which it has made up for
+suffix drafts. Text drafters sit out rounds for which they find nothing; `tokens_per_forward` counts these, the
+acceptance length does not. `speedup` is over no drafts, and `paid_back` the number of such rollouts after which it has made up for
 the training of the head, rollouts included. Means over seeds with 95% intervals; beside them NVIDIA's (arXiv
 2604.26779, Qwen3-8B, three drafts: generation of RL-Zero and RL-Think).
 """
@@ -173,6 +174,8 @@ def summed_up(config: Config, found: list[dict[str, Any]]) -> list[dict[str, Any
         if name != NONE:
             length = mean_over_seeds([one["acceptance_length"] for one in own])
             row |= {"acceptance_length": length[0], "ci95": length[1]}
+            forward = mean_over_seeds([one["tokens_per_forward"] for one in own])
+            row |= {"tokens_per_forward": forward[0], "tokens_per_forward_ci95": forward[1]}
         row |= {"speedup": speedup[0], "speedup_ci95": speedup[1]} | typical | {"parameters": own[0]["parameters"]}
         won = float(plain) - typical["seconds"]
         row |= {"paid_back": typical["training_seconds"] / won if won > 0 else None, "seeds": len(own)}

@@ -294,7 +294,7 @@ def acceptance_by_task_table() -> str:
         for row in _read(path)["rows"]:
             first = {"policy": policy, "prompts": row["prompts"], "temperature": row["temperature"]}
             line = found.setdefault(tuple(first.values()), first | {"entropy": row["entropy"]})
-            line[row["drafts"]] = _mean(row, "acceptance_length", "ci95")
+            line[row["drafts"]] = f"{_mean(row, 'acceptance_length', 'ci95')}; {row['tokens_per_forward']:.2f}"
     return markdown_table(list(found.values()))
 
 

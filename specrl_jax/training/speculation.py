@@ -50,6 +50,8 @@ def response_metrics(
 ) -> dict[str, Any]:
     """Lengths in tokens, entropy in nats per token, and speculation, of a trajectory on the host.
 
+    `tokens_per_forward` counts every forward of a row, those without drafts too, which acceptance length leaves out: by
+    it alone can drafters be compared that sit rounds out.
     `responses` and their tokens: what entropy and speculation are counted over, where that is more than the trajectory.
     """
     lengths = np.asarray(trajectory.lengths)
@@ -63,6 +65,7 @@ def response_metrics(
         "truncated_fraction": float(1.0 - np.mean(trajectory.ended)),
         "entropy": float(trajectory.entropy_sum) / max(of_tokens, 1),
         "policy_forwards_per_sequence": int(trajectory.stats.steps) / max(over, 1),
+        "tokens_per_forward": of_tokens / max(int(trajectory.stats.steps), 1),
     }
     return figures | speculation_metrics(trajectory.stats)
 
@@ -71,5 +74,5 @@ def acceptance_figures(trajectory: Trajectory) -> dict[str, Any]:
     """What a table of acceptance says of a trajectory on the host; `ci95` is that of the acceptance length."""
     length, half_width = acceptance_interval(trajectory.stats)
     metrics = response_metrics(trajectory)
-    names = ("survival_per_position", "conditional_acceptance", "entropy", "response_tokens")
+    names = ("tokens_per_forward", "survival_per_position", "conditional_acceptance", "entropy", "response_tokens")
     return {"acceptance_length": length, "ci95": half_width} | {name: metrics.get(name) for name in names}

@@ -2,8 +2,8 @@
 
 A policy answers held-out prompts of every file of `--data` (or of the arithmetic task) at every temperature, once per
 kind of drafts; nothing is timed. `survival_per_position` is the share of rounds that accepted the draft at each depth,
-`conditional_acceptance` the share of those that came so far. Text drafters sit out rounds for which they find nothing: `tokens_per_forward`
-counts these too.
+`conditional_acceptance` the share of those that came so far. Text drafters sit out rounds for which they find nothing:
+`tokens_per_forward` counts these too.
 """
 
 from collections.abc import Mapping

@@ -4,9 +4,9 @@ For every seed an EAGLE-3 head and a block drafter are trained on the same rollo
 are answered twice. The first epoch is what suffix drafts may remember; the second is timed with every drafter, in turn:
 n-gram drafts (the text itself), suffix drafts (its siblings too; and the first epoch too), the heads, and EAGLE-3 with
 suffix drafts. Text drafters sit out rounds for which they find nothing; `tokens_per_forward` counts these, the
-acceptance length does not. `speedup` is over no drafts, and `paid_back` the number of such rollouts after which it has made up for
-the training of the head, rollouts included. Means over seeds with 95% intervals; beside them NVIDIA's (arXiv
-2604.26779, Qwen3-8B, three drafts: generation of RL-Zero and RL-Think).
+acceptance length does not. `speedup` is over no drafts, and `paid_back` the number of such rollouts after which it has
+made up for the training of the head, rollouts included. Means over seeds with 95% intervals; beside them NVIDIA's
+(arXiv 2604.26779, Qwen3-8B, three drafts: generation of RL-Zero and RL-Think).
 """
 
 from collections.abc import Mapping

@@ -407,7 +407,9 @@ def plans_table() -> str:
     for path in sorted((ROOT / "results" / "plans").glob("qwen3_8b_*.json")):
         for row in _read(path)["rows"]:
             names = ("compiled by", "program", "total", "needed", "fits")
-            rows.append({name: f"{row[name]:.2f}" if name in ("total", "needed") else row[name] for name in names})
+            line = {"draft head": "block" if "--head block" in row["command"] else "EAGLE-3"}
+            line |= {name: f"{row[name]:.2f}" if name in ("total", "needed") else row[name] for name in names}
+            rows.append(line)
     return markdown_table(rows)
 
 

@@ -8,8 +8,8 @@ No public head was made for the base policy, so the run first trains one on the 
 `python -m experiments.train_draft --policy Qwen/Qwen3-8B-Base --task jsonl --data BytedTsinghua-SIA/DAPO-Math-17k
 --head.kind block`.
 
-Memory: that of `qwen3_8b_rl_think`, whose shapes it shares; the first training of the head, a block drafter and dynamic
-sampling are not planned. Not measured on GPUs.
+Memory: that of `qwen3_8b_rl_think`, whose shapes it shares; the first training of the head and dynamic sampling are not
+planned. Not measured on GPUs.
 
 Disk: a checkpoint holds weights, float32 masters and both moments, about 115 GB, and four of them must fit.
 

@@ -3,9 +3,10 @@
     python -m experiments.recipes.qwen3_8b_rl_think                    # a public EAGLE-3 head, trained on as it drafts
     python -m experiments.recipes.qwen3_8b_rl_think --preset block     # a public DFlash block drafter instead
 
-Memory, compiled for eight devices at 16,384 tokens, two sequences in a microbatch and 16 live rows per device
-(`python -m experiments.plan`; README): a step with an EAGLE-3 head fits 80 GB. A block drafter and dynamic sampling are
-not planned. Not measured on GPUs.
+Memory, compiled for eight devices at 16,384 tokens and two sequences in a microbatch (`python -m experiments.plan
+--model qwen3-8b --devices 8 --context 16384`; README): a step fits 80 GB with an EAGLE-3 head and 16 live rows per
+device, or with a block drafter, whose own cache has five layers, and 12 (`--head block --draft-length 7 --rows 12`).
+Dynamic sampling is not planned. Not measured on GPUs.
 
 Disk: a checkpoint holds weights, float32 masters and both moments, about 115 GB, and four of them must fit.
 

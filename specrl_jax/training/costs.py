@@ -7,15 +7,16 @@ It is saved beside the run and read again on resume, never measured anew: what a
 import hashlib
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Int
+from jaxtyping import Array, Float, Int
 
 from specrl_jax.data.prompts import Prompts
 from specrl_jax.drafters.protocol import ChainDrafter
@@ -27,6 +28,8 @@ from specrl_jax.rollout.engine import RolloutEngine
 from specrl_jax.rollout.noise import sequence_keys
 from specrl_jax.rollout.pool import Pool
 from specrl_jax.rollout.queue import Batch
+
+_LEAST, _MOST, _BUDGET_S = 3, 15, 10.0  # turns of measuring, and what they may take
 
 Step = Callable[[Any, Any, Batch], Batch]
 
@@ -97,12 +100,13 @@ def timed_rounds(step: Step, batch: Batch, rounds: int) -> Timed:
 
 
 def measure_costs(
-    engine: RolloutEngine, params: PolicyParams, draft: Any, rows: int, context: int, repeats: int = 3, rounds: int = 4
+    engine: RolloutEngine, params: PolicyParams, draft: Any, rows: int, context: int, rounds: int = 4
 ) -> Control:
     """A controller with the measured seconds of every body of an adaptive engine for so many rows.
 
-    Every body is timed in turn, `repeats` times, at `context` tokens per row; what a longer context costs is
-    predicted from the bytes that attention reads. Compilation is not counted and not small: a program per body.
+    Every body is timed in turn at `context` tokens per row, as often as goes into ten seconds, from 3 to 15 times: one
+    that a noisy machine made look cheap would be chosen all along. What a longer context costs is predicted from the
+    bytes that attention reads. Compilation is not counted and not small: a program per body.
     """
     bodies = engine.config.bodies_for(rows)
     context = max(1, min(context, engine.policy.max_position_embeddings - engine.config.max_new_tokens - 1))
@@ -113,14 +117,21 @@ def measure_costs(
     calls = [_body_call(single, flat, index, body, bodies, context, rounds) for index, body in enumerate(bodies)]
     for call in calls:
         call(params, draft)
-    seconds = np.array([[call(params, draft) for call in calls] for _ in range(repeats)])
-    typical = np.median(seconds, axis=0)
+    typical = np.median(_turns([partial(call, params, draft) for call in calls]), axis=0)
     weight_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
     alone = min(typical[i] for i, body in enumerate(bodies) if body.tokens == body.rows == min(b.rows for b in bodies))
     per_slot = alone * engine.page_bytes() / engine.numerics.key_block / weight_bytes
     typical = np.maximum(typical - per_slot * context * np.array([body.rows for body in bodies]), 0.1 * typical)
     assert isinstance(engine.drafter, ChainDrafter)
     return initial_control(typical, per_slot, alone * engine.drafter.step_bytes(draft) / weight_bytes)
+
+
+def _turns(calls: Sequence[Callable[[], float]]) -> Float[np.ndarray, "n calls"]:
+    """What the calls return, made in turn; as many turns as the time is enough for."""
+    start, seconds = time.perf_counter(), list[list[float]]()
+    while len(seconds) < _LEAST or (len(seconds) < _MOST and time.perf_counter() - start < _BUDGET_S):
+        seconds.append([call() for call in calls])
+    return np.array(seconds)
 
 
 def _body_call(

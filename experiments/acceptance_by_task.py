@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import jax
+import numpy as np
 
 from experiments.common import Run, RunOptions, check_least, progress, run_main
 from experiments.inference import Model, ModelFlags, ModelOptions, ProblemOptions, open_model, open_problems
@@ -19,6 +20,7 @@ from experiments.outputs import check_output, markdown_table, open_output, prove
 from experiments.rollout_options import Drafts, drafter_for
 from specrl_jax.data.prompts import Prompts
 from specrl_jax.drafters.combined import params_for
+from specrl_jax.drafters.suffix import History, init_history, remember
 from specrl_jax.errors import InputError
 from specrl_jax.rollout.config import RolloutConfig
 from specrl_jax.rollout.engine import RolloutEngine
@@ -50,11 +52,13 @@ class Config:
     draft_length: int = 7
     max_prompt_tokens: int = 256
     max_new_tokens: int = 192
+    earlier: int = 0
+    """Earlier epochs of answers to the same prompts, which suffix drafts look in too."""
     together: int = 256
     """Responses rolled out at the same time."""
 
     def __post_init__(self) -> None:
-        check_least("", self, problems=1, samples=1, draft_length=1, max_prompt_tokens=1, together=1)
+        check_least("", self, problems=1, samples=1, draft_length=1, max_prompt_tokens=1, together=1, earlier=0)
         for temperature in self.temperatures:
             _ = SamplingLaw(temperature)
         if not self.temperatures or not self.drafts:
@@ -66,6 +70,11 @@ class Config:
     def mesh(self) -> str:
         """Devices asked for."""
         return self.model.mesh
+
+    @property
+    def batch(self) -> int:
+        """Prompts at a time."""
+        return max(1, self.together // self.samples)
 
 
 SMOKE = {
@@ -92,11 +101,26 @@ def open_tasks(config: Config, model: Model) -> dict[str, Prompts]:
     return tasks
 
 
-def engine_of(config: Config, model: Model, drafts: Drafts, temperature: float) -> RolloutEngine:
-    """The rollout of a row."""
+def engine_of(config: Config, model: Model, drafts: Drafts | None, temperature: float) -> RolloutEngine:
+    """The rollout of a row; without drafts, that of an earlier epoch."""
     law = SamplingLaw(temperature, end_ids=end_ids(model.tokenizer))
-    settings = RolloutConfig(config.max_new_tokens, config.samples, config.draft_length, law)
-    return RolloutEngine(model.policy, settings, model.numerics, drafter_for(drafts, model.drafter))
+    settings = RolloutConfig(config.max_new_tokens, config.samples, config.draft_length if drafts else 0, law)
+    drafter = None if drafts is None else drafter_for(drafts, model.drafter)
+    return RolloutEngine(model.policy, settings, model.numerics, drafter)
+
+
+def remembered(config: Config, model: Model, prompts: Prompts, temperature: float) -> History | None:
+    """Answers of earlier epochs to the prompts."""
+    if not config.earlier:
+        return None
+    engine, ids = engine_of(config, model, None, temperature), np.asarray(prompts.row_ids)
+    assert model.params is not None
+    history = init_history(ids, config.earlier * config.samples, config.max_new_tokens)
+    for epoch in range(config.earlier):
+        sampler = Sampler(engine, model.mesh, "draft_data", config.run.seed + epoch, config.batch)
+        answers = sample_all(sampler, model.params, None, prompts)
+        history = jax.jit(remember)(history, ids, answers.tokens, answers.lengths)
+    return history
 
 
 def main(config: Config) -> None:
@@ -117,10 +141,13 @@ def main(config: Config) -> None:
     with progress("rollouts", len(cases)) as advance:
         for name, temperature, drafts in cases:
             engine = engine_of(config, model, drafts, temperature)
-            batch = max(1, config.together // config.samples)
-            sampler = Sampler(engine, model.mesh, "evaluation", config.run.seed, batch)
-            trajectory = sample_all(sampler, model.params, params_for(engine.drafter, model.draft), tasks[name])
+            looks = drafts in ("suffix", "head+suffix")
+            history = remembered(config, model, tasks[name], temperature) if looks else None
+            sampler = Sampler(engine, model.mesh, "evaluation", config.run.seed, config.batch)
+            draft = params_for(engine.drafter, model.draft, history)
+            trajectory = sample_all(sampler, model.params, draft, tasks[name])
             row = {"prompts": name, "temperature": temperature, "drafts": drafts, "draft_length": config.draft_length}
+            row["earlier_epochs"] = config.earlier if looks else 0
             table.append(row | acceptance_figures(trajectory))
             advance(1, f"{name} at {temperature}, {drafts}: {table[-1]['acceptance_length']:.2f}")
             jax.clear_caches()  # every program holds memory maps, of which a process may have some 65,000

@@ -99,12 +99,14 @@ def test_a_gpu_attends_as_a_cpu(tree, kernels_here):
     depths = np.arange(queries) if tree is None else np.array(tree.depths)
     positions = np.array([[5], [70], [-1]]) + depths
     positions = jnp.asarray(np.where(np.array([[True], [True], [False]]), positions, -1), jnp.int32)
+    table[2] = NO_PAGE  # as of a row that has ended
     arguments = (q, keys, values, jnp.asarray(table), positions, Numerics(key_block=PAGE), tree)
     with made_for("gpu"):
         ours = paged_attention(*arguments)
     with made_for("cpu"):
         expected = paged_attention(*arguments)
     np.testing.assert_allclose(ours[:2], expected[:2], atol=2e-6)
+    np.testing.assert_array_equal(ours[2], 0.0)
 
 
 @pytest.mark.skipif(len(jax.devices()) < 8, reason="needs eight devices")
@@ -130,6 +132,28 @@ def test_heads_split_over_tensor_without_a_collective(kernels_here):
     np.testing.assert_allclose(program(*arguments), expected, atol=2e-6)
     compiled = program.lower(*arguments).compile().as_text()
     assert not [kind for kind in ("all-gather", "all-reduce", "all-to-all", "collective-permute") if kind in compiled]
+
+
+@pytest.mark.parametrize("tree", [None, Tree.comb(2, 2)], ids=["chain", "tree"])
+def test_no_page_beyond_the_pool_is_named(tree, monkeypatch):
+    """A GPU would read it. Row 0 is in its first page, row 1 at the end of its last, row 2 has ended."""
+    size = 4 if tree is None else tree.size
+    q, keys, values, table = _inputs(size)
+    table[0, 1:], table[2] = NO_PAGE, NO_PAGE
+    depths = np.arange(size) if tree is None else np.array(tree.depths)
+    positions = np.where(np.array([[True], [True], [False]]), np.array([[5], [PAGE * PAGES - 4], [-1]]) + depths, -1)
+    named = []
+
+    def noted(q, keys, values, table, below, bits, ends):
+        named.extend(table[row, : -(-int(end) // PAGE)] for row, end in enumerate(ends))
+        return q
+
+    monkeypatch.setattr("specrl_jax.models.attention.few_queries_attention", noted)
+    arrays = (q, keys, values, jnp.asarray(table), jnp.asarray(positions, jnp.int32))
+    with made_for("gpu"):
+        paged_attention(*arrays, Numerics(key_block=PAGE), tree)
+    assert [len(pages) for pages in named] == [1, PAGES, 0]
+    assert all((pages < len(keys)).all() for pages in named)
 
 
 def test_a_key_that_may_not_be_read_is_noticed():

@@ -276,13 +276,14 @@ def _in_kernel(
     tree: Tree | None,
 ) -> Float[Array, "r q h c"]:
     """Plain attention of a few queries over pages, as a GPU has it fastest."""
-    below, bits, size = positions + 1, jnp.zeros_like(positions), 0
+    below, bits, ends = positions + 1, jnp.zeros_like(positions), jnp.max(positions, axis=1) + 1
     if tree is not None:
-        words = [sum(1 << node for node in range(tree.size) if sees[node]) for sees in np.asarray(tree.sees)]
-        live, size = positions[:, :1] >= 0, tree.size
-        below = jnp.broadcast_to(jnp.maximum(positions[:, :1], 0), positions.shape)
-        bits = jnp.where(live, jnp.asarray(np.array(words, np.uint32).astype(np.int32))[None], 0)
-    ends = jnp.minimum(jnp.max(below, axis=1) + size, table.shape[1] * keys.shape[2])
+        live, root = positions[:, :1] >= 0, jnp.maximum(positions[:, :1], 0)
+        words = np.asarray(tree.sees).astype(np.uint32) @ (np.uint32(1) << np.arange(tree.size, dtype=np.uint32))
+        below = jnp.broadcast_to(root, positions.shape)
+        bits = jnp.where(live, jnp.asarray(words.astype(np.int32))[None], 0)
+        # A row that is not live has no pages: nothing of it may be read.
+        ends = jnp.where(live, jnp.minimum(root + tree.size, table.shape[1] * keys.shape[2]), 0)[:, 0]
     # A kernel is not the compiler's to split over `tensor`.
     heads, pages, whole = P(None, None, TENSOR), P(None, TENSOR), P()
     split = by_hand_too(TENSOR, few_queries_attention, (heads, pages, pages, whole, whole, whole, whole), heads)

@@ -6,6 +6,7 @@ kind of drafts; nothing is timed. `survival_per_position` is the share of rounds
 `tokens_per_forward` counts these too.
 """
 
+import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,6 +33,8 @@ from specrl_jax.training.speculation import acceptance_figures
 from specrl_jax.training.workloads import end_ids
 
 SCRIPT = "acceptance_by_task"
+LOOKING: tuple[Drafts, ...] = ("suffix", "head+suffix")
+"""Kinds of drafts that are looked for in other responses too."""
 
 
 @dataclass(frozen=True)
@@ -84,6 +87,7 @@ SMOKE = {
     "temperatures": (1.0,),
     "drafts": ("head", "suffix"),
     "draft_length": 3,
+    "earlier": 1,
     "max_new_tokens": 16,
 }
 PRESETS: dict[str, Mapping[str, Any]] = {"cpu": {}, "gpu": {"max_new_tokens": 2048, "problems": 256}, "smoke": SMOKE}
@@ -111,7 +115,7 @@ def engine_of(config: Config, model: Model, drafts: Drafts | None, temperature: 
 
 def remembered(config: Config, model: Model, prompts: Prompts, temperature: float) -> History | None:
     """Answers of earlier epochs to the prompts."""
-    if not config.earlier:
+    if not config.earlier or not set(config.drafts) & set(LOOKING):
         return None
     engine, ids = engine_of(config, model, None, temperature), np.asarray(prompts.row_ids)
     assert model.params is not None
@@ -121,6 +125,21 @@ def remembered(config: Config, model: Model, prompts: Prompts, temperature: floa
         answers = sample_all(sampler, model.params, None, prompts)
         history = jax.jit(remember)(history, ids, answers.tokens, answers.lengths)
     return history
+
+
+def measure(
+    config: Config, model: Model, prompts: Prompts, temperature: float, drafts: Drafts, history: History | None
+) -> dict[str, Any]:
+    """A row of the table, but for its prompts' name."""
+    engine = engine_of(config, model, drafts, temperature)
+    sampler = Sampler(engine, model.mesh, "evaluation", config.run.seed, config.batch)
+    looks = drafts in LOOKING
+    draft = params_for(engine.drafter, model.draft, history if looks else None)
+    assert model.params is not None
+    trajectory = sample_all(sampler, model.params, draft, prompts)
+    jax.clear_caches()  # every program holds memory maps, of which a process may have some 65,000
+    row = {"temperature": temperature, "drafts": drafts, "draft_length": config.draft_length}
+    return row | {"earlier_epochs": config.earlier if looks else 0} | acceptance_figures(trajectory)
 
 
 def main(config: Config) -> None:
@@ -136,21 +155,13 @@ def main(config: Config) -> None:
         engine_of(config, model, drafts, temperature).check_prompt_width(tasks[name].tokens.shape[1])
     out = open_output(config.run, config, SCRIPT)
     model = model.initialised(config.run.seed)
-    assert model.params is not None
     table: list[dict[str, Any]] = []
     with progress("rollouts", len(cases)) as advance:
-        for name, temperature, drafts in cases:
-            engine = engine_of(config, model, drafts, temperature)
-            looks = drafts in ("suffix", "head+suffix")
-            history = remembered(config, model, tasks[name], temperature) if looks else None
-            sampler = Sampler(engine, model.mesh, "evaluation", config.run.seed, config.batch)
-            draft = params_for(engine.drafter, model.draft, history)
-            trajectory = sample_all(sampler, model.params, draft, tasks[name])
-            row = {"prompts": name, "temperature": temperature, "drafts": drafts, "draft_length": config.draft_length}
-            row["earlier_epochs"] = config.earlier if looks else 0
-            table.append(row | acceptance_figures(trajectory))
-            advance(1, f"{name} at {temperature}, {drafts}: {table[-1]['acceptance_length']:.2f}")
-            jax.clear_caches()  # every program holds memory maps, of which a process may have some 65,000
+        for (name, temperature), kinds in itertools.groupby(cases, lambda case: case[:2]):
+            history = remembered(config, model, tasks[name], temperature)
+            for _, _, drafts in kinds:
+                table.append({"prompts": name} | measure(config, model, tasks[name], temperature, drafts, history))
+                advance(1, f"{name} at {temperature}, {drafts}: {table[-1]['acceptance_length']:.2f}")
     source = provenance(config.run.seed) | {"policy": config.model.policy, "drafter": config.model.drafter}
     write_results(out, table, "Acceptance by task", source)
     write_json(out / "summary.json", {"best": max(row["acceptance_length"] for row in table)} | source)

@@ -107,7 +107,7 @@ def round_cost_table() -> str:
                 "step / products with weights": f"{row['step_over_bare']:.2f}",
                 "round / step": f"{row['round_cost']:.2f}",
                 "floor": f"{row['floor']:.2f}",
-                "over floor": f"{row['over_floor']:.2f} ({row['over_floor_low']:.2f} to {row['over_floor_high']:.2f})",
+                "over floor": _speed(row, "over_floor"),
             }
         )
     return markdown_table(rows)
@@ -129,7 +129,7 @@ def gpu_round_cost_table() -> str:
                 "round (ms)": f"{row['round_ms']:.2f}",
                 "round / step": f"{row['round_cost']:.2f}",
                 "floor": f"{row['floor']:.2f}",
-                "over floor": f"{row['over_floor']:.2f} ({row['over_floor_low']:.2f} to {row['over_floor_high']:.2f})",
+                "over floor": _speed(row, "over_floor"),
             }
         )
     return markdown_table(rows)

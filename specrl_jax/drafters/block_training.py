@@ -53,43 +53,25 @@ def choose_anchors(
 
 
 def _attend_blocks(
-    q: Float[Array, "b a s h c"],
-    keys: Float[Array, "b t g c"],
-    values: Float[Array, "b t g c"],
-    own_keys: Float[Array, "b a s g c"],
-    own_values: Float[Array, "b a s g c"],
-    anchors: Int[Array, "b a"],
-) -> Float[Array, "b a s h c"]:
-    """Every slot of a block over the tokens before its anchor and over its own block; a few blocks at a time."""
-
-    def some(base: tuple[Array, Array], *own: Array) -> Array:
-        q, own_keys, own_values, anchors = (jnp.moveaxis(x, 0, 1) for x in own)
-        return jnp.moveaxis(_attend_at_once(q, *base, own_keys, own_values, anchors), 1, 0)
-
-    own = (jnp.moveaxis(x, 1, 0) for x in (q, own_keys, own_values, anchors))
-    chunk = max(1, _AT_ONCE // q.shape[2])
-    return jnp.moveaxis(in_chunks(some, (keys, values), tuple(own), chunk), 0, 1)
-
-
-def _attend_at_once(
-    q: Float[Array, "b a s h c"],
-    keys: Float[Array, "b t g c"],
-    values: Float[Array, "b t g c"],
-    own_keys: Float[Array, "b a s g c"],
-    own_values: Float[Array, "b a s g c"],
-    anchors: Int[Array, "b a"],
-) -> Float[Array, "b a s h c"]:
-    batch, count, slots, _, width = q.shape
+    base: tuple[Float[Array, "b t g c"], Float[Array, "b t g c"]],
+    q: Float[Array, "a b s h c"],
+    own_keys: Float[Array, "a b s g c"],
+    own_values: Float[Array, "a b s g c"],
+    anchors: Int[Array, "a b"],
+) -> Float[Array, "a b s h c"]:
+    """Every slot of a block over the tokens before its anchor (keys and values `base`) and over its own block."""
+    keys, values = base
+    count, batch, slots, _, width = q.shape
     groups = keys.shape[2]
-    grouped = (q * width**-0.5).reshape(batch, count, slots, groups, -1, width)
-    scores = jnp.einsum("basgmc,btgc->bagmst", grouped, keys, preferred_element_type=jnp.float32)
-    before = jnp.arange(keys.shape[1], dtype=jnp.int32)[None, None] < anchors[:, :, None]
+    grouped = (q * width**-0.5).reshape(count, batch, slots, groups, -1, width)
+    scores = jnp.einsum("absgmc,btgc->bagmst", grouped, keys, preferred_element_type=jnp.float32)
+    before = jnp.arange(keys.shape[1], dtype=jnp.int32)[None, None] < anchors.T[:, :, None]
     scores = jnp.where(before[:, :, None, None, None], scores, _MASKED)
-    own_scores = jnp.einsum("basgmc,baegc->bagmse", grouped, own_keys, preferred_element_type=jnp.float32)
+    own_scores = jnp.einsum("absgmc,abegc->bagmse", grouped, own_keys, preferred_element_type=jnp.float32)
     mix = jax.nn.softmax(jnp.concatenate([scores, own_scores], axis=-1), axis=-1).astype(values.dtype)
-    base, own = mix[..., : keys.shape[1]], mix[..., keys.shape[1] :]
-    out = jnp.einsum("bagmst,btgc->basgmc", base, values, preferred_element_type=jnp.float32)
-    out = out + jnp.einsum("bagmse,baegc->basgmc", own, own_values, preferred_element_type=jnp.float32)
+    read, own = mix[..., : keys.shape[1]], mix[..., keys.shape[1] :]
+    out = jnp.einsum("bagmst,btgc->absgmc", read, values, preferred_element_type=jnp.float32)
+    out = out + jnp.einsum("bagmse,abegc->absgmc", own, own_values, preferred_element_type=jnp.float32)
     return out.reshape(q.shape).astype(q.dtype)
 
 
@@ -116,8 +98,8 @@ def block_hidden(
         _, keys, values = (y.reshape(batch, width, *y.shape[1:]) for y in project_qkv(backbone, layer, fused, base))  # type: ignore[arg-type]
         normed = rms_norm(x, layer.attn_norm, backbone.rms_norm_eps)  # type: ignore[attr-defined]
         own = project_qkv(backbone, layer, normed, positions)  # type: ignore[arg-type]
-        q, own_keys, own_values = (y.reshape(batch, count, slots, *y.shape[1:]) for y in own)
-        attended = _attend_blocks(q, keys, values, own_keys, own_values, anchors)
+        blocks = (*(y.reshape(batch, count, slots, *y.shape[1:]).swapaxes(0, 1) for y in own), anchors.T)
+        attended = in_chunks(_attend_blocks, (keys, values), blocks, max(1, _AT_ONCE // slots)).swapaxes(0, 1)
         return mix_and_mlp(backbone, layer, x, attended.reshape(x.shape[0], *attended.shape[3:]))  # type: ignore[arg-type]
 
     for layer in weights.layers:

@@ -56,6 +56,7 @@ class Sizes:
     head: Literal["eagle3", "block"] = "eagle3"
     """An EAGLE-3 head over `draft_vocab` tokens, or a block drafter of five layers over all (Qwen3-8B-DFlash-b16)."""
     draft_vocab: int = 32_000
+    """Of an EAGLE-3 head."""
     draft_microbatches: int = 8
     """Microbatches of an update that leave sequences for the draft head."""
     draft_sequences: int = 1
@@ -63,7 +64,7 @@ class Sizes:
     draft_rows: int = 1
     """Of them, in a microbatch of the head."""
     unroll: int = 3
-    """Steps of the head's training-time test."""
+    """Steps of an EAGLE-3 head's training-time test."""
 
     def __post_init__(self) -> None:
         least = {field.name: 1 for field in fields(self) if field.name != "head"}
@@ -76,6 +77,12 @@ class Sizes:
             raise InputError(
                 f"--microbatch-tokens is {self.microbatch_tokens}, less than a sequence of {self.context}; "
                 "raise it, or lower --context"
+            )
+        left = self.draft_microbatches * self.draft_sequences
+        if self.draft_rows > left:
+            raise InputError(
+                f"--draft-rows is {self.draft_rows}, of {left} sequences that are left for the head; "
+                "lower it, or raise --draft-microbatches or --draft-sequences"
             )
 
 
@@ -167,7 +174,9 @@ class AbstractStep:
         policy = step.engine.policy
         itemsize, weights = jnp.dtype(policy.dtype).itemsize, bytes_of(self.served.params)
         tokens = step.update_config.microbatch.rows * self.sizes.context
-        pages = step.engine.layout(self.program.groups // row_devices(mesh), self.sizes.prompt_tokens).pool_pages
+        width = self.sizes.prompt_tokens
+        layout = step.engine.layout(self.program.groups // row_devices(mesh), width)
+        drafter = step.engine.drafter_bytes(layout.rows + layout.prompts, width)
         split = mesh.shape[TENSOR] if policy.num_kv_heads % mesh.shape[TENSOR] == 0 else 1
         left = (len(self.head.boundaries) + 1) * policy.hidden_size * self.sizes.context * itemsize
         return {
@@ -175,7 +184,8 @@ class AbstractStep:
             "weights as rollouts and gradients read them": weights,
             "sum of gradients": 4 * weights // itemsize,
             "inputs of layers": policy.num_layers * tokens * policy.hidden_size * itemsize,
-            "cache": pages * step.engine.page_bytes() // split,
+            "cache": layout.pool_pages * step.engine.page_bytes() // split,
+            "drafter's cache": drafter // split,
             "examples for the head": self.sizes.draft_microbatches * self.sizes.draft_sequences * left,
         }
 

@@ -66,6 +66,8 @@ class Config:
             _ = SamplingLaw(temperature)
         if not self.temperatures or not self.drafts:
             raise InputError("--temperatures and --drafts must name at least one each")
+        if self.earlier and not set(self.drafts) & set(LOOKING):
+            raise InputError(f"--earlier is for {' and '.join(LOOKING)} drafts; name one of them in --drafts")
         if self.task is not None and (self.task == "jsonl") != bool(self.data):
             raise InputError("--data belongs to --task jsonl; give both")
 
@@ -115,13 +117,13 @@ def engine_of(config: Config, model: Model, drafts: Drafts | None, temperature: 
 
 def remembered(config: Config, model: Model, prompts: Prompts, temperature: float) -> History | None:
     """Answers of earlier epochs to the prompts."""
-    if not config.earlier or not set(config.drafts) & set(LOOKING):
+    if not config.earlier:
         return None
     engine, ids = engine_of(config, model, None, temperature), np.asarray(prompts.row_ids)
     assert model.params is not None
     history = init_history(ids, config.earlier * config.samples, config.max_new_tokens)
     for epoch in range(config.earlier):
-        sampler = Sampler(engine, model.mesh, "draft_data", config.run.seed + epoch, config.batch)
+        sampler = Sampler(engine, model.mesh, "draft_data", config.run.seed, config.batch, epoch)
         answers = sample_all(sampler, model.params, None, prompts)
         history = jax.jit(remember)(history, ids, answers.tokens, answers.lengths)
     return history

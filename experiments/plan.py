@@ -39,7 +39,7 @@ DEVICES = {"H100": 70.0, "H200": 126.0, "GB200": 165.0, "v5p": 90.0, "v6e": 29.5
 collectives' and what falls between blocks."""
 PIECES = {"time_rollout_s": "rollout", "time_update_s": "policy update", "time_draft_update_s": "draft update"}
 PARTS = {
-    "rollout": ("state", "weights as rollouts and gradients read them", "cache"),
+    "rollout": ("state", "weights as rollouts and gradients read them", "cache", "drafter's cache"),
     "policy update": (
         "state",
         "weights as rollouts and gradients read them",
@@ -55,6 +55,7 @@ REMEDIES = {
     "sum of gradients": "a larger tensor axis; fsdp does not split it",
     "inputs of layers": "fewer tokens in a microbatch (--microbatch-tokens), or a shorter --context",
     "cache": "fewer --rows at a time; other sequences wait",
+    "drafter's cache": "fewer --rows at a time; other sequences wait",
     "examples for the head": "fewer --draft-microbatches",
 }
 
@@ -69,9 +70,11 @@ class Config:
     target: str = "here"
     """Who compiles: here, for the devices that jax sees, or the compiler of a TPU slice such as v5p:2x2x2."""
     devices: int | None = None
-    """Of one mesh, of which tensor takes up to four and fsdp the rest; by default as many as --mesh has, else 8."""
-    mesh: str = ""
-    """The mesh itself."""
+    """Of one mesh, of which tensor takes up to four and fsdp the rest."""
+    axes: Annotated[str, tyro.conf.arg(name="mesh")] = ""
+    """The mesh itself, in place of --devices."""
+    usual: tyro.conf.Suppress[str] = "data=1,fsdp=2,tensor=4"
+    """The mesh of the preset."""
     measure: bool = False
     """Run the pieces once, with random weights, and put memory and seconds beside the plan; --mesh must be there."""
     room: float = DEVICES["H100"]
@@ -81,15 +84,17 @@ class Config:
     def __post_init__(self) -> None:
         if self.devices is not None and self.devices < 1:
             raise InputError(f"--devices is {self.devices}; it must be at least 1")
-        if not self.mesh:
-            object.__setattr__(self, "mesh", mesh_for(self.devices or 8))
-        size = parse_mesh(self.mesh).size
-        if self.devices not in (None, size):
-            raise InputError(f"--mesh {self.mesh} takes {size} devices and --devices is {self.devices}; leave one out")
+        if self.axes and self.devices not in (None, size := parse_mesh(self.axes).size):
+            raise InputError(f"--mesh {self.axes} takes {size} devices and --devices is {self.devices}; leave one out")
         if self.target != "here" and ":" not in self.target:
             raise InputError(f"--target is {self.target}; choose here, or a TPU slice such as v5p:2x2x2")
         if self.measure and self.target != "here":
             raise InputError(f"--measure runs on this machine, not on --target {self.target}; leave one of them out")
+
+    @property
+    def mesh(self) -> str:
+        """Devices that are compiled for."""
+        return self.axes or (self.usual if self.devices is None else mesh_for(self.devices))
 
 
 def mesh_for(devices: int) -> str:
@@ -102,7 +107,7 @@ PRESETS: dict[str, Mapping[str, Any]] = {
     "8b": {},
     "0.6b": {
         "model": "qwen3-0.6b",
-        "mesh": "data=1",
+        "usual": "data=1",
         "sizes": {
             "context": 1280,
             "prompt_tokens": 256,
@@ -116,7 +121,7 @@ PRESETS: dict[str, Mapping[str, Any]] = {
     },
     "smoke": {
         "model": "tiny-qwen3",
-        "mesh": "data=1,fsdp=2,tensor=1",
+        "usual": "data=1,fsdp=2,tensor=1",
         "sizes": {
             "context": 64,
             "prompt_tokens": 16,

@@ -1,5 +1,6 @@
 """Rounds whose drafts are chosen while they run: the tokens are those without drafts, whatever is decided."""
 
+import time
 from dataclasses import replace
 
 import jax
@@ -35,6 +36,7 @@ from specrl_jax.rollout.control import (
 from specrl_jax.rollout.engine import RolloutEngine
 from specrl_jax.rollout.rules import Block, Match
 from specrl_jax.rollout.sampling import Context, SamplingLaw
+from specrl_jax.training import costs as costs_module
 
 pytestmark = pytest.mark.ci
 SAMPLES, NEW = 3, 20
@@ -319,3 +321,17 @@ def test_a_few_refusals_do_not_end_drafting():
     for _ in range(150):
         record = fade(record)
     assert drafts(record)
+
+
+@pytest.mark.parametrize(("said", "turns"), [(5.9, 5), (3.0, 3)])
+def test_costs_are_measured_as_often_as_the_first_process_says(monkeypatch, said, turns):
+    """A process that measured by its own clock would leave the others waiting in a collective."""
+    monkeypatch.setattr(costs_module, "of_first", lambda own: np.float32(said))
+    calls = [lambda: 1.0, lambda: 2.0]
+    np.testing.assert_array_equal(costs_module._turns(calls), [[1.0, 2.0]] * turns)
+
+
+def test_costs_are_measured_from_3_to_15_times(monkeypatch):
+    assert len(costs_module._turns([lambda: 1.0])) == 15
+    monkeypatch.setattr(costs_module, "_BUDGET_S", 0.01)
+    assert len(costs_module._turns([lambda: time.sleep(0.1) or 1.0])) == 3

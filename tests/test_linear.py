@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from specrl_jax.models.backend import made_for
 from specrl_jax.models.linear import linear
 
 pytestmark = pytest.mark.ci
@@ -25,3 +26,17 @@ def test_it_accumulates_in_the_type_it_is_asked_for():
     x, kernel = jnp.ones((2, 1000), jnp.bfloat16), jnp.full((3, 1000), 1.001, jnp.bfloat16)
     assert linear(x, kernel).dtype == jnp.bfloat16
     assert linear(x, kernel, jnp.float32).dtype == jnp.float32
+
+
+@pytest.mark.parametrize("dtype", [None, jnp.float32])
+def test_one_token_on_a_gpu_is_the_same_product(dtype):
+    keys = jax.random.split(jax.random.key(1), 2)
+    x, kernel = (jax.random.normal(key, (n, 24), jnp.bfloat16) for key, n in zip(keys, (1, 40), strict=True))
+    found = {}
+    for backend in ("cpu", "gpu"):
+        with made_for(backend):
+            found[backend] = linear(x, kernel, dtype)
+    assert found["gpu"].dtype == found["cpu"].dtype == (dtype or jnp.bfloat16)
+    np.testing.assert_allclose(*(np.float32(y) for y in found.values()), rtol=1e-2, atol=1e-4)
+    with made_for("gpu"), pytest.raises(jax.dtypes.TypePromotionError):
+        linear(x, kernel.astype(jnp.float32))

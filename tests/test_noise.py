@@ -9,6 +9,7 @@ import numpy_noise
 import pytest
 from scipy import stats
 
+from specrl_jax.models.backend import made_for
 from specrl_jax.rollout.noise import best, gumbel_noise, random_bits, sequence_keys
 from specrl_jax.rollout.sampling import SamplingLaw
 
@@ -303,3 +304,16 @@ def test_greedy_takes_the_first_largest_and_ignores_the_noise():
     ids, positions = jnp.arange(4, dtype=jnp.int32), jnp.arange(64, dtype=jnp.int32)
     keys = jnp.broadcast_to(keys_for([3], 1), (64, 2))
     np.testing.assert_array_equal(draw(SamplingLaw(0.0), log_p, keys, positions, ids), np.ones(64))
+
+
+def test_best_is_the_same_whoever_compiles_it():
+    """Ties, rows of nothing and narrow types: a GPU takes another way."""
+    rng = np.random.default_rng(0)
+    scores = rng.integers(0, 4, (64, 33)).astype(np.float32)
+    scores[7] = -np.inf
+    for dtype in (jnp.float32, jnp.bfloat16):
+        with made_for("gpu"):
+            found = best(jnp.asarray(scores, dtype))
+        np.testing.assert_array_equal(found, best(jnp.asarray(scores, dtype)))
+        np.testing.assert_array_equal(found[:, 0], np.argmax(scores, axis=1))
+        assert found.dtype == jnp.int32

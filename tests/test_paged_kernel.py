@@ -167,10 +167,12 @@ def test_a_key_that_may_not_be_read_is_noticed():
 
 
 def test_what_fits():
-    assert kernel_fits(16, 64, 128, None)
-    assert not kernel_fits(16, 64, 96, None)
-    assert not kernel_fits(256, 64, 128, None)
-    assert not kernel_fits(16, 64, 128, Tree.full(5, 2))
+    assert kernel_fits(16, 64, 128, 2, None)
+    assert kernel_fits(128, 64, 128, 4, None)
+    assert not kernel_fits(16, 64, 96, 2, None)
+    assert not kernel_fits(256, 64, 128, 2, None)
+    assert not kernel_fits(16, 64, 128, 2, Tree.full(5, 2))
+    assert not kernel_fits(128, 128, 256, 4, None)  # more than a program may keep close by
 
 
 @pytest.mark.skipif(jax.__version_info__ >= (0, 11), reason="newer versions lower Triton where there is a GPU")

@@ -16,6 +16,7 @@ from scripts import refusal, run_script
 
 from experiments import plan
 from experiments.abstract_run import Sizes, abstract_step
+from experiments.common import parse_config
 from experiments.compiled_memory import float32_copies
 from specrl_jax.models.backend import made_for
 from specrl_jax.models.cache import init_pool
@@ -43,9 +44,27 @@ def test_bad_input_is_refused(monkeypatch, capsys, tmp_path):
     refused("mesh axis tensor is 3 and does not divide", "--mesh", "tensor=3")
     refused("3 prompts per step do not split over 2 devices", "--prompts", 3)
     refused("--measure runs on this machine", "--measure", "--target", "v5p:2x2x2")
-    refused("--devices is 0; it must be at least 1", "--devices", 0, "--mesh", "")
-    refused("takes 2 devices and --devices is 4; leave one out", "--devices", 4)
+    refused("--devices is 0; it must be at least 1", "--devices", 0)
+    refused("--mesh data=2 takes 2 devices and --devices is 4; leave one out", "--devices", 4, "--mesh", "data=2")
+    refused("--draft-rows is 2, of 1 sequences that are left", "--draft-rows", 2)
     refused("config.json is missing", "--model", tmp_path)
+
+
+@ci
+@pytest.mark.parametrize(
+    ("argv", "mesh"),
+    [
+        ((), EIGHT),
+        (("--devices", "1"), "data=1,fsdp=1,tensor=1"),
+        (("--devices", "6"), "data=1,fsdp=3,tensor=2"),
+        (("--devices", "16"), "data=1,fsdp=4,tensor=4"),
+        (("--mesh", "data=2,fsdp=8"), "data=2,fsdp=8"),
+        (("--preset", "0.6b"), "data=1"),
+        (("--preset", "0.6b", "--devices", "8"), EIGHT),
+    ],
+)
+def test_devices_are_those_asked_for(argv, mesh):
+    assert parse_config(plan.Config, plan.PRESETS, argv, script=plan.SCRIPT).mesh == mesh
 
 
 @ci
@@ -68,7 +87,7 @@ def test_a_small_plan_adds_up(monkeypatch, tmp_path, capsys):
 @ci
 def test_advice_names_the_largest_part_and_its_remedy():
     row = {"program": "rollout", "needed": 97.8}
-    parts = {"state": 14.0, "weights as rollouts and gradients read them": 4.0, "cache": 35.0, "inputs of layers": 90.0}
+    parts = dict.fromkeys(plan.PARTS["rollout"], 4.0) | {"cache": 35.0, "inputs of layers": 90.0}
     said = plan.advice(row, parts, 70.0)
     assert said.startswith("rollout needs 97.8 GiB, above 70; its largest part is cache with 35.0: fewer --rows")
 

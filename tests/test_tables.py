@@ -35,6 +35,19 @@ def test_acceptance_by_task_has_a_row_per_prompts_temperature_and_drafts(monkeyp
 
 
 @ci
+def test_suffix_drafts_find_what_earlier_epochs_said(monkeypatch, tmp_path):
+    """A nearly greedy policy repeats itself from epoch to epoch."""
+    options = ("--temperatures", 0.01, "--drafts", "suffix", "--samples", 1, "--max-new-tokens", 32)
+    rows = [
+        rows_of(monkeypatch, "acceptance_by_task", tmp_path / f"{count}", *options, "--earlier", count)[0]
+        for count in (0, 1)
+    ]
+    assert [row["earlier_epochs"] for row in rows] == [0, 1]
+    assert rows[0]["response_tokens"] == rows[1]["response_tokens"]
+    assert rows[1]["tokens_per_forward"] > 1.3 * rows[0]["tokens_per_forward"]
+
+
+@ci
 def test_acceptance_by_depth_has_a_row_per_head(monkeypatch, tmp_path):
     rows = rows_of(monkeypatch, "acceptance_by_depth", tmp_path / "out", "--mesh", "data=1")
     assert [(row["loss"], row["unroll"]) for row in rows] == [("kl", 2), ("lk", 2), ("kl", 1)]
@@ -108,6 +121,7 @@ def test_meshes_draw_the_same_tokens(monkeypatch, tmp_path, models):
 @pytest.mark.parametrize(
     ("script", "argv", "sentence"),
     [
+        ("acceptance_by_task", ("--earlier", 1, "--drafts", "head"), "--earlier is for suffix and head+suffix drafts"),
         ("acceptance_by_task", ("--task", "jsonl"), "--data belongs to --task jsonl; give both"),
         ("acceptance_by_task", ("--draft-length", 0), "--draft-length is 0; it must be at least 1"),
         ("acceptance_by_task", ("--temperatures", -1), "temperature is -1.0; choose a value from 0"),

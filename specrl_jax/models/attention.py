@@ -339,7 +339,7 @@ def paged_attention(
 
     sharing = q.shape[1] * q.shape[2] // keys.shape[1]
     whole = keys.shape[1] % compiler_split(TENSOR) == 0  # else heads of keys and values are whole on every device
-    if backend() == "gpu" and whole and kernel_fits(sharing, keys.shape[2], keys.shape[3], tree):
+    if backend() == "gpu" and whole and kernel_fits(sharing, keys.shape[2], keys.shape[3], keys.dtype.itemsize, tree):
         return _in_kernel(q, keys, values, table, positions, None if chain else tree)
 
     def take(j: Int[Array, ""]) -> tuple[Array, Array]:

@@ -18,11 +18,11 @@ def linear(x: Float[Array, "n i"], kernel: Float[Array, "o i"], dtype: Any = Non
 
     On a CPU a few tokens stand as columns beside the kernel: XLA's product then reads the kernel along its rows,
     without packing it first. The barriers keep the compiler from turning this back. On a GPU one token is a sum
-    along the rows of the kernel, which XLA reads at 3.6 TB/s instead of 3.3 (an H200, the widths of Qwen3-8B).
+    along the rows of the kernel, which XLA reads faster than its product of one row does.
     """
     if x.shape[0] == 1 and backend() == "gpu":
-        wide = wide_dtype(x)
-        return jnp.sum(kernel.astype(wide) * x.astype(wide), axis=1, dtype=wide)[None].astype(dtype or x.dtype)
+        wide, narrow = wide_dtype(x), jnp.result_type(x, kernel)
+        return jnp.sum(kernel.astype(wide) * x.astype(wide), axis=1, dtype=wide)[None].astype(dtype or narrow)
     if not 1 < x.shape[0] <= _FEW_TOKENS or backend() != "cpu":
         return jnp.einsum("ni,oi->no", x, kernel, preferred_element_type=dtype)
     columns = lax.optimization_barrier(x.T)

@@ -21,12 +21,25 @@ _MASKED = -1e30
 _LEAST_QUERIES, _MOST_QUERIES = 16, 128  # of a program: what a matrix unit takes, and what its registers hold
 _PROGRAMS = 256  # about so many at a time fill a GPU
 _NODES = 32  # of a tree, as the bits of a word
+_SHARED_BYTES = 160 * 1024  # that a program may keep close by, on an A100 or later
+_MOST_STAGES = 3  # pages on their way at a time
 
 
-def kernel_fits(queries: int, page_size: int, head_dim: int, tree: Tree | None) -> bool:
+def kernel_fits(queries: int, page_size: int, head_dim: int, itemsize: int, tree: Tree | None) -> bool:
     """Whether the kernel takes so many queries of each head of keys, and pages of that shape."""
     powers = all(size >= 16 and size == _next_power(size) for size in (page_size, head_dim))
-    return queries <= _MOST_QUERIES and powers and (tree is None or tree.is_chain or tree.size <= _NODES)
+    nodes = tree is None or tree.is_chain or tree.size <= _NODES
+    return queries <= _MOST_QUERIES and powers and nodes and _stages(queries, page_size, head_dim, itemsize) > 0
+
+
+def _stages(queries: int, page_size: int, head_dim: int, itemsize: int) -> int:
+    """Pages of keys and values that there is room for beside the queries."""
+    beside = _padded(queries) * head_dim * itemsize
+    return min(_MOST_STAGES, (_SHARED_BYTES - beside) // (2 * page_size * head_dim * itemsize))
+
+
+def _padded(queries: int) -> int:
+    return max(_LEAST_QUERIES, _next_power(queries))
 
 
 def _next_power(size: int) -> int:
@@ -125,14 +138,14 @@ def few_queries_attention(
     """
     rows, queries, heads, width = q.shape
     groups, lines = keys.shape[1], queries * heads
-    padded = max(_LEAST_QUERIES, _next_power(lines // groups))
+    padded, sizes = _padded(lines // groups), (*keys.shape[2:], keys.dtype.itemsize)
     splits = _next_power(max(1, min(table.shape[1], -(-_PROGRAMS // (rows * groups)))))
     shares = [jax.ShapeDtypeStruct((rows, splits, lines, *tail), jnp.float32) for tail in ((width,), (), ())]
     out, top, total = pl.pallas_call(
         functools.partial(_read_share, queries=queries, padded=padded),
         out_shape=shares,
         grid=(rows, groups, splits),
-        compiler_params=triton.CompilerParams(num_warps=4, num_stages=3),
+        compiler_params=triton.CompilerParams(num_warps=4, num_stages=_stages(padded, *sizes)),
         interpret=interpret,
         name="few_queries_attention",
     )(q.reshape(rows, lines, width), below, bits, ends, table, keys, values)

@@ -23,6 +23,7 @@ from specrl_jax.drafters.protocol import ChainDrafter
 from specrl_jax.errors import InputError
 from specrl_jax.models.cache import own_pages
 from specrl_jax.models.params import PolicyParams
+from specrl_jax.parallel.hosts import of_first
 from specrl_jax.rollout.control import Body, Control, initial_control
 from specrl_jax.rollout.engine import RolloutEngine
 from specrl_jax.rollout.noise import sequence_keys
@@ -127,11 +128,12 @@ def measure_costs(
 
 
 def _turns(calls: Sequence[Callable[[], float]]) -> Float[np.ndarray, "n calls"]:
-    """What the calls return, made in turn; as many turns as the time is enough for."""
-    start, seconds = time.perf_counter(), list[list[float]]()
-    while len(seconds) < _LEAST or (len(seconds) < _MOST and time.perf_counter() - start < _BUDGET_S):
-        seconds.append([call() for call in calls])
-    return np.array(seconds)
+    """What the calls return, made in turn; as many turns as the time is enough for, by the first one's."""
+    start = time.perf_counter()
+    first = [call() for call in calls]
+    # Processes that hold the weights together must call as often as one another.
+    turns = int(of_first(np.float32(np.clip(_BUDGET_S / (time.perf_counter() - start), _LEAST, _MOST))))
+    return np.array([first, *([call() for call in calls] for _ in range(turns - 1))])
 
 
 def _body_call(

@@ -26,20 +26,22 @@ _OF_RESPONSES = ("tokens", "log_probs", "thresholds", "lengths", "ended")
 
 @lru_cache(maxsize=16)
 def _rollout_program(engine: RolloutEngine, mesh: Mesh, purpose: Purpose) -> Any:
-    """`(params, draft, prompts, seed) -> trajectory`; samplers of equal engines share one, whatever their seeds."""
+    """`(params, draft, prompts, seed, attempt) -> trajectory`; samplers of equal engines share one."""
 
-    def run(params: PolicyParams, draft: Any, prompts: Prompts, seed: Int[Array, ""]) -> Trajectory:
+    def run(
+        params: PolicyParams, draft: Any, prompts: Prompts, seed: Int[Array, ""], attempt: Int[Array, ""]
+    ) -> Trajectory:
         samples = engine.config.samples_per_prompt
         index = jnp.tile(jnp.arange(samples, dtype=jnp.int32), prompts.tokens.shape[0])
-        keys = sequence_keys(seed, purpose, 0, jnp.repeat(prompts.row_ids, samples), index)
+        keys = sequence_keys(seed, purpose, 0, jnp.repeat(prompts.row_ids, samples), index, attempt)
         trajectory = engine.rollout(params, draft, prompts, keys)
         stats, entropy = sum_over_rows((trajectory.stats, trajectory.entropy_sum))
         return replace(trajectory, stats=stats, entropy_sum=entropy)
 
-    on_rows = over_mesh(mesh, run, (P(), P(), P(ROWS), P()), trajectory_specs(P(ROWS)))
+    on_rows = over_mesh(mesh, run, (P(), P(), P(ROWS), P(), P()), trajectory_specs(P(ROWS)))
 
-    def program(params: PolicyParams, draft: Any, prompts: Prompts, seed: Int[Array, ""]) -> Trajectory:
-        return on_rows(Layout(mesh, engine.policy.num_kv_heads).gather(params), draft, prompts, seed)
+    def program(params: PolicyParams, *others: Any) -> Trajectory:
+        return on_rows(Layout(mesh, engine.policy.num_kv_heads).gather(params), *others)
 
     return jax.jit(program)
 
@@ -51,6 +53,7 @@ class Sampler:
     purpose: what the responses are for; it separates their noise from the training rollouts'.
     seed: of the noise.
     batch: prompts per call over the whole mesh, rounded up to a multiple of its devices.
+    attempt: how often these prompts were sampled for the purpose before.
     """
 
     engine: RolloutEngine
@@ -58,6 +61,7 @@ class Sampler:
     purpose: Purpose
     seed: int
     batch: int
+    attempt: int = 0
 
     @property
     def _program(self) -> Any:
@@ -67,6 +71,10 @@ class Sampler:
     def _size(self) -> int:
         devices = row_devices(self.mesh)
         return -(-self.batch // devices) * devices
+
+    @property
+    def _noise(self) -> tuple[np.int32, np.int32]:
+        return np.int32(self.seed), np.int32(self.attempt)
 
     def _draft(self, draft: Any) -> Any:
         return draft if self.engine.speculative else None
@@ -80,14 +88,14 @@ class Sampler:
 
     def compile(self, params: PolicyParams, draft: Any, prompts: Prompts) -> None:
         """Compile ahead of `batches` with the same arguments, so that its time is that of sampling."""
-        self._program.lower(params, self._draft(draft), self._take(prompts, 0), np.int32(self.seed)).compile()
+        self._program.lower(params, self._draft(draft), self._take(prompts, 0), *self._noise).compile()
 
     def batches(self, params: PolicyParams, draft: Any, prompts: Prompts) -> Iterator[Trajectory]:
         """Responses in batches on the host; a last batch that is not full is filled up and cut again."""
         total = prompts.lengths.shape[0]
         for start in range(0, total, self._size):
             batch = self._take(prompts, start)
-            trajectory = to_host(self._program(params, self._draft(draft), batch, np.int32(self.seed)))
+            trajectory = to_host(self._program(params, self._draft(draft), batch, *self._noise))
             yield first_prompts(trajectory, min(self._size, total - start))
 
 

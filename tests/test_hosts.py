@@ -97,6 +97,20 @@ def test_several_processes_are_one_run(folder, tmp_path, count, mesh):
 
 
 @pytest.mark.full
+def test_processes_that_time_rounds_together_decide_alike(folder, tmp_path):
+    """Every call of a round holds collectives, and each process has a clock of its own."""
+    out = tmp_path / "out"
+    for process in start_together(folder, out, "tensor=2", 2, "--adaptive"):
+        finish(process)
+    finish(start(folder, tmp_path / "plain", "tensor=2"))
+    counted = ("policy_forwards_per_sequence", "drafted_fraction", "acceptance_length")
+    forwards = [[row.get(name) for row in read_metrics(run) for name in counted] for run in (out, out / "hosts" / "1")]
+    assert forwards[0] == forwards[1]
+    tokens = [(run / "trajectories.bin").read_bytes() for run in (out, out / "hosts" / "1", tmp_path / "plain")]
+    assert tokens[0] == tokens[1] == tokens[2]
+
+
+@pytest.mark.full
 @pytest.mark.parametrize("killed", [0, 1])
 def test_when_one_is_killed_the_others_say_so_and_the_run_goes_on_from_its_checkpoint(folder, tmp_path, killed):
     out, options = tmp_path / "out", ("--steps", 6, "--lag", 1, "--loss.importance-cap", 2, "--eval-every", 0)

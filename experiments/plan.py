@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 
+import jax
 import tyro
 from jax.experimental import topologies
 from jax.sharding import Mesh
@@ -192,14 +193,25 @@ def advice(row: Mapping[str, Any], parts: Mapping[str, float], room: float) -> s
     )
 
 
+def compiled(step: AbstractStep, target: str) -> dict[str, Rehearsed]:
+    """The programs; InputError where the compiler of TPUs refuses one that does not fit."""
+    try:
+        return step.rehearse()
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        said = str(error).partition("RESOURCE_EXHAUSTED: ")[2].splitlines()[0].rstrip(".")
+        raise InputError(f"--target {target}: {said}; choose a larger slice, or smaller sizes") from None
+
+
 def main(config: Config) -> None:
     """Compile, write and print."""
     check_output(config.run, SCRIPT)
     step = abstract_step(policy_of(config.model), mesh_of(config), config.sizes)
-    out = open_output(config.run, config, SCRIPT)
     device = step.program.mesh.devices.flat[0]
     with made_for(device.platform):
-        programs = step.rehearse()
+        programs = compiled(step, config.target)
+    out = open_output(config.run, config, SCRIPT)
     rows = [row_of(piece, programs[piece], step, device.platform == "cpu") for piece in PIECES]
     parts = {name: size / GIB for name, size in step.parts.items()}
     hints = [advice(row, parts, config.room) for row in rows if row["needed"] > config.room]

@@ -15,7 +15,7 @@ from jaxprs import array_shapes
 from scripts import refusal, run_script
 
 from experiments import plan
-from experiments.abstract_run import Sizes, abstract_step
+from experiments.abstract_run import AbstractStep, Sizes, abstract_step
 from experiments.common import parse_config
 from experiments.compiled_memory import float32_copies
 from specrl_jax.models.backend import made_for
@@ -48,6 +48,20 @@ def test_bad_input_is_refused(monkeypatch, capsys, tmp_path):
     refused("--mesh data=2 takes 2 devices and --devices is 4; leave one out", "--devices", 4, "--mesh", "data=2")
     refused("--draft-rows is 2, of 1 sequences that are left", "--draft-rows", 2)
     refused("config.json is missing", "--model", tmp_path)
+
+
+@ci
+def test_what_a_compiler_refuses_is_one_sentence(monkeypatch, capsys, tmp_path):
+    def refuse(_):
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Ran out of memory on HBM, 31.34G exceeds 15.75G.\nMore")
+
+    monkeypatch.setattr(AbstractStep, "rehearse", refuse)
+    said = refusal(monkeypatch, capsys, plan, "--preset", "smoke", "--out", tmp_path / "run")
+    assert (
+        said
+        == "--target here: Ran out of memory on HBM, 31.34G exceeds 15.75G; choose a larger slice, or smaller sizes"
+    )
+    assert not (tmp_path / "run").exists()
 
 
 @ci

@@ -100,11 +100,11 @@ def test_a_gpu_attends_as_a_cpu(tree, kernels_here):
     positions = np.array([[5], [70], [-1]]) + depths
     positions = jnp.asarray(np.where(np.array([[True], [True], [False]]), positions, -1), jnp.int32)
     table[2] = NO_PAGE  # as of a row that has ended
-    arguments = (q, keys, values, jnp.asarray(table), positions, Numerics(key_block=PAGE), tree)
+    arguments = (values, jnp.asarray(table), positions, Numerics(key_block=PAGE), tree)
     with made_for("gpu"):
-        ours = paged_attention(*arguments)
+        ours = paged_attention(q, keys, *arguments)
     with made_for("cpu"):
-        expected = paged_attention(*arguments)
+        expected = paged_attention(q, keys.swapaxes(2, 3), *arguments)
     np.testing.assert_allclose(ours[:2], expected[:2], atol=2e-6)
     np.testing.assert_array_equal(ours[2], 0.0)
 
@@ -120,7 +120,7 @@ def test_heads_split_over_tensor_without_a_collective(kernels_here):
     numerics = Numerics(key_block=PAGE)
     tables = jnp.arange(rows * PAGES, dtype=jnp.int32).reshape(rows, PAGES)
     with made_for("cpu"):
-        expected = paged_attention(q, keys, values, tables, positions, numerics)
+        expected = paged_attention(q, keys.swapaxes(2, 3), values, tables, positions, numerics)
 
     def local(q, keys, values, table, positions):
         with made_for("gpu"):

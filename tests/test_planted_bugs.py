@@ -15,11 +15,11 @@ from test_grpo import first_state, make_program, scanned
 from tiny import INVARIANT, POLICY, BigramDrafter, bigram_table, keys_of, run, take_prompts, tiny_params, tiny_prompts
 
 from specrl_jax.models import policy as policy_module
+from specrl_jax.models.cache import NO_PAGE, read_slots
 from specrl_jax.rollout import round as round_module
 from specrl_jax.rollout import rules
 from specrl_jax.rollout.config import RolloutConfig
 from specrl_jax.rollout.engine import RolloutEngine
-from specrl_jax.rollout.pool import NO_PAGE
 from specrl_jax.rollout.rules import Match
 from specrl_jax.rollout.sampling import SamplingLaw
 
@@ -74,17 +74,25 @@ def test_caught_one_sample_matched_and_another_emitted(monkeypatch):
 
 @pytest.mark.parametrize("rule", [CHAIN, TREE])
 def test_caught_rejected_keys_readable_in_the_cache(monkeypatch, rule):
-    write = policy_module.write_slots
+    write_keys, write_values = policy_module.write_keys, policy_module.write_values
     # One page per row, and prompts of at least two tokens: every row starts with a page of zeros behind its prompt.
     settings = {"prompts": take_prompts(PROMPTS, [0, 2, 3, 4]), "numerics": replace(INVARIANT, key_block=32)}
     expected = rollout(0, **settings)
 
-    def first_come(pool, new, pages, offsets):
-        """A slot that holds a key keeps it."""
-        free = jnp.all(pool.at[pages, :, offsets].get(mode="clip") == 0, axis=(1, 2))
-        return write(pool, new, jnp.where(free, pages, NO_PAGE), offsets)
+    def unless_held(held, pages):
+        """A slot that holds something keeps it."""
+        return jnp.where(jnp.all(held == 0, axis=(1, 2)), pages, NO_PAGE)
 
-    monkeypatch.setattr(policy_module, "write_slots", first_come)
+    def first_keys(pool, new, pages, offsets):
+        held, _ = read_slots(pool, pool.swapaxes(2, 3), pages, offsets)
+        return write_keys(pool, new, unless_held(held, pages), offsets)
+
+    def first_values(pool, new, pages, offsets):
+        _, held = read_slots(pool.swapaxes(2, 3), pool, pages, offsets)
+        return write_values(pool, new, unless_held(held, pages), offsets)
+
+    monkeypatch.setattr(policy_module, "write_keys", first_keys)
+    monkeypatch.setattr(policy_module, "write_values", first_values)
     assert same(rollout(0, **settings), expected)  # without rejected drafts there is nothing to read
     assert not same(rollout(3, rule, **settings), expected)
 

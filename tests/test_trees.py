@@ -23,7 +23,7 @@ from tiny import (
 
 from specrl_jax.drafters.replay import Replay, ReplayDrafter
 from specrl_jax.errors import InputError
-from specrl_jax.models.cache import keep_path
+from specrl_jax.models.cache import keep_path, read_slots
 from specrl_jax.models.numerics import Numerics
 from specrl_jax.models.policy import forward, grid_batch, logits, policy_cache, sequence_positions
 from specrl_jax.models.tree import Tree
@@ -128,11 +128,13 @@ def test_every_path_has_the_logits_of_the_sequence_that_it_is(numerics, tree):
         # The accepted path, moved together, is the cache that the chain left.
         whole = jnp.broadcast_to(jnp.asarray(path, jnp.int32)[None], (3, len(path)))
         moved = keep_path(cache, jnp.asarray(lengths), whole)
-        for ours_of_layer, chain_of_layer in zip(moved.keys, chain_cache.keys, strict=True):
+        pools = zip(moved.keys, moved.values, chain_cache.keys, chain_cache.values, strict=True)
+        for keys, values, chain_keys, chain_values in pools:
             for row, length in enumerate(lengths):
-                slots = np.arange(length + len(path))
-                where = (np.asarray(cache.table)[row, slots // cache.page_size], slice(None), slots % cache.page_size)
-                np.testing.assert_allclose(ours_of_layer[where], chain_of_layer[where], atol=2e-5)
+                slots = jnp.arange(length + len(path), dtype=jnp.int32)
+                where = (cache.table[row, slots // cache.page_size], slots % cache.page_size)
+                kept, chained = read_slots(keys, values, *where), read_slots(chain_keys, chain_values, *where)
+                np.testing.assert_allclose(kept, chained, atol=2e-5)
 
 
 def test_trees_out_of_range_are_refused():

@@ -36,8 +36,8 @@ spans of them with keys of their own, the more the fewer scores are masked and t
 
 _MASKED = -1e30  # finite, so that a row of padding gives numbers and not NaN
 
-Take = Callable[[Int[Array, ""]], tuple[Float[Array, "r g s c"], Float[Array, "r g s c"]]]
-"""`take(j)` gives the keys and values of the rows' block `j`."""
+Take = Callable[[Int[Array, ""]], tuple[Float[Array, "r g c s"], Float[Array, "r g s c"]]]
+"""`take(j)` gives the keys, slots last, and values of the rows' block `j`."""
 
 
 def _group(q: Float[Array, "r q h c"], num_kv_heads: int) -> Float[Array, "r g mq c"]:
@@ -125,16 +125,12 @@ def _in_blocks(
 ) -> Float[Array, "r q h c"]:
     """A running softmax over the blocks up to that of `last_slot`."""
     grouped = _group(q, num_kv_heads) * jnp.asarray(q.shape[-1] ** -0.5, q.dtype)
-    # Keys times a column of queries, not queries times transposed keys: on XLA:CPU much faster for few
-    # queries. The barriers keep the compiler from turning one into the other.
-    columns = lax.optimization_barrier(grouped.transpose(0, 1, 3, 2))
 
     def body(j: Int[Array, ""], carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
         maximum, total, out = carry
         keys, values = take(j)
-        scores = jnp.einsum("rgsc,rgcm->rgsm", keys, columns, preferred_element_type=jnp.float32)
-        scores = lax.optimization_barrier(scores).transpose(0, 1, 3, 2)
-        scores = _masked(scores, allowed_in(j * block + jnp.arange(block, dtype=jnp.int32)))
+        scores = jnp.einsum("rgmc,rgcs->rgms", grouped, keys, preferred_element_type=jnp.float32)
+        scores = _masked(lax.optimization_barrier(scores), allowed_in(j * block + jnp.arange(block, dtype=jnp.int32)))
         new_maximum = jnp.maximum(maximum, scores.max(-1))
         rescale = jnp.exp(maximum - new_maximum)
         weights = jnp.exp(scores - new_maximum[..., None])
@@ -210,11 +206,12 @@ def _invariant_at_once(
     rows, kv_heads, slots, width = k.shape
     padded = _round_up(slots, numerics.key_block)
     k, v = (_pad_to(_pad_to(x, 2, padded), 0, max(rows, numerics.row_block)) for x in (k, v))
-    shape = (numerics.row_block, kv_heads, numerics.key_block, width)
+    k = lax.optimization_barrier(k.swapaxes(2, 3))  # as keys of a cache lie: the products are the same operations
+    row_block, block, none = numerics.row_block, numerics.key_block, jnp.int32(0)
 
     def take_rows(first: Int[Array, ""], j: Int[Array, ""]) -> tuple[Array, Array]:
-        start = (first, jnp.int32(0), j * numerics.key_block, jnp.int32(0))
-        return lax.dynamic_slice(k, start, shape), lax.dynamic_slice(v, start, shape)
+        keys = lax.dynamic_slice(k, (first, none, none, j * block), (row_block, kv_heads, width, block))
+        return keys, lax.dynamic_slice(v, (first, none, j * block, none), (row_block, kv_heads, block, width))
 
     return _invariant(numerics, q, positions, take_rows, kv_heads)
 
@@ -234,7 +231,7 @@ _invariant_at_once.defvjp(_invariant_fwd, _invariant_bwd)
 
 def _invariant_paged(
     q: Float[Array, "r q h c"],
-    keys: Shaped[Array, "p g s c"],
+    keys: Shaped[Array, "p g _ _"],
     values: Shaped[Array, "p g s c"],
     table: Int[Array, "r m"],
     positions: Int[Array, "r q"],
@@ -245,7 +242,7 @@ def _invariant_paged(
 
     On a path the queries are its nodes, and slot `root + j` is read from that of the `j`-th node.
     """
-    page_size = keys.shape[2]
+    page_size = values.shape[2]
     table = _pad_to(table, 0, numerics.row_block)
     roots = _pad_to(positions[:, :1], 0, numerics.row_block, -1)
 
@@ -253,7 +250,7 @@ def _invariant_paged(
         pages = lax.dynamic_slice_in_dim(table, first, numerics.row_block)
         if path is None:
             page = lax.dynamic_index_in_dim(pages, j, 1, keepdims=False)
-            return read_pages(keys, page), read_pages(values, page)
+            return read_pages(keys, values, page)
         root = lax.dynamic_slice_in_dim(roots, first, numerics.row_block)
         slots = j * page_size + jnp.arange(page_size, dtype=jnp.int32)[None]
         step = slots - root
@@ -261,15 +258,15 @@ def _invariant_paged(
         node = jnp.asarray(path, jnp.int32)[jnp.clip(step, 0, len(path) - 1)]
         source = jnp.where(on_path, root + node, slots)
         page = jnp.take_along_axis(pages, source // page_size, axis=1, mode="clip")
-        k, v = (read_slots(pool, page, source % page_size).transpose(0, 2, 1, 3) for pool in (keys, values))
-        return k, v
+        k, v = read_slots(keys, values, page, source % page_size)
+        return k.transpose(0, 2, 3, 1), v.transpose(0, 2, 1, 3)
 
     return _invariant(numerics, q, positions, take_rows, keys.shape[1])
 
 
 def _in_kernel(
     q: Float[Array, "r q h c"],
-    keys: Shaped[Array, "p g s c"],
+    keys: Shaped[Array, "p g _ _"],
     values: Shaped[Array, "p g s c"],
     table: Int[Array, "r m"],
     positions: Int[Array, "r q"],
@@ -283,7 +280,7 @@ def _in_kernel(
         below = jnp.broadcast_to(root, positions.shape)
         bits = jnp.where(live, jnp.asarray(words.astype(np.int32))[None], 0)
         # A row that is not live has no pages: nothing of it may be read.
-        ends = jnp.where(live, jnp.minimum(root + tree.size, table.shape[1] * keys.shape[2]), 0)[:, 0]
+        ends = jnp.where(live, jnp.minimum(root + tree.size, table.shape[1] * values.shape[2]), 0)[:, 0]
     # A kernel is not the compiler's to split over `tensor`.
     heads, pages, whole = P(None, None, TENSOR), P(None, TENSOR), P()
     split = by_hand_too(TENSOR, few_queries_attention, (heads, pages, pages, whole, whole, whole, whole), heads)
@@ -310,7 +307,7 @@ def attention(
 
 def paged_attention(
     q: Float[Array, "r q h c"],
-    keys: Shaped[Array, "p g s c"],
+    keys: Shaped[Array, "p g _ _"],
     values: Shaped[Array, "p g s c"],
     table: Int[Array, "r m"],
     positions: Int[Array, "r q"],
@@ -339,16 +336,16 @@ def paged_attention(
 
     sharing = q.shape[1] * q.shape[2] // keys.shape[1]
     whole = keys.shape[1] % compiler_split(TENSOR) == 0  # else heads of keys and values are whole on every device
-    if backend() == "gpu" and whole and kernel_fits(sharing, keys.shape[2], keys.shape[3], keys.dtype.itemsize, tree):
+    if backend() == "gpu" and whole and kernel_fits(sharing, *values.shape[2:], values.dtype.itemsize, tree):
         return _in_kernel(q, keys, values, table, positions, None if chain else tree)
 
     def take(j: Int[Array, ""]) -> tuple[Array, Array]:
         page = lax.dynamic_index_in_dim(table, j, 1, keepdims=False)
-        return read_pages(keys, page), read_pages(values, page)
+        return read_pages(keys, values, page)
 
     allowed = functools.partial(_causal, positions)
     last = jnp.max(positions)
     if tree is not None and not chain:
         allowed = functools.partial(_below_ancestors, positions, tree=tree)
         last = jnp.max(jnp.where(positions[:, 0] < 0, -1, positions[:, 0] + tree.size - 1))
-    return _in_blocks(q, positions, take, keys.shape[1], keys.shape[2], allowed, last)
+    return _in_blocks(q, positions, take, *values.shape[1:3], allowed, last)

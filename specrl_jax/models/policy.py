@@ -24,7 +24,7 @@ from flax import struct
 from jaxtyping import Array, Float, Int
 
 from specrl_jax.models.attention import attention, paged_attention
-from specrl_jax.models.cache import KVCache, init_pool, locate, own_pages, pages_for, write_slots
+from specrl_jax.models.cache import KVCache, init_pool, locate, own_pages, pages_for, write_keys, write_values
 from specrl_jax.models.config import PolicyConfig
 from specrl_jax.models.linear import linear, logits_of, wide_dtype
 from specrl_jax.models.numerics import Numerics, map_tokens
@@ -208,7 +208,7 @@ def forward(
             k, v = (_to_grid(y, batch, queries).transpose(0, 2, 1, 3) for y in (k, v))
             attended = attention(grid, k, v, grid_positions, numerics)
         else:
-            pages = write_slots(pages[0], k, *where), write_slots(pages[1], v, *where)
+            pages = write_keys(pages[0], k, *where), write_values(pages[1], v, *where)
             attended = paged_attention(grid, *pages, cache.table, grid_positions, numerics, batch.tree)
         attended = _from_grid(attended, batch, queries)
         return map_tokens(functools.partial(mix_and_mlp, config), layer, (x, attended), numerics), pages

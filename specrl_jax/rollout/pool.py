@@ -21,14 +21,14 @@ from specrl_jax.rollout.rows import Rows
 class Pool:
     """keys, values: pages of every layer. holders: rows and waiting prompts that hold each page, `[p]`; 0 is free."""
 
-    keys: tuple[Shaped[Array, "p g s c"], ...]
+    keys: tuple[Shaped[Array, "p g _ _"], ...]
     values: tuple[Shaped[Array, "p g s c"], ...]
     holders: Int[Array, "p"]
 
     @property
     def page_size(self) -> int:
         """Slots of a page."""
-        return self.keys[0].shape[2]
+        return self.values[0].shape[2]
 
     @property
     def free(self) -> Int[Array, ""]:

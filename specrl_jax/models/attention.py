@@ -336,7 +336,8 @@ def paged_attention(
 
     sharing = q.shape[1] * q.shape[2] // keys.shape[1]
     whole = keys.shape[1] % compiler_split(TENSOR) == 0  # else heads of keys and values are whole on every device
-    if backend() == "gpu" and whole and kernel_fits(sharing, *values.shape[2:], values.dtype.itemsize, tree):
+    page_size, width = values.shape[2:]
+    if backend() == "gpu" and whole and kernel_fits(sharing, page_size, width, values.dtype.itemsize, tree):
         return _in_kernel(q, keys, values, table, positions, None if chain else tree)
 
     def take(j: Int[Array, ""]) -> tuple[Array, Array]:
@@ -348,4 +349,4 @@ def paged_attention(
     if tree is not None and not chain:
         allowed = functools.partial(_below_ancestors, positions, tree=tree)
         last = jnp.max(jnp.where(positions[:, 0] < 0, -1, positions[:, 0] + tree.size - 1))
-    return _in_blocks(q, positions, take, *values.shape[1:3], allowed, last)
+    return _in_blocks(q, positions, take, keys.shape[1], page_size, allowed, last)

@@ -290,7 +290,7 @@ def controller(session: Session, program: GrpoProgram, folder: Path, start: Star
     context = session.workload.prompt_width + session.config.max_new_tokens // 4
     nothing = jnp.int32(0)
     served = roller.receive(program.gather(GrpoState(start.params, None, start.draft, None, None, nothing, nothing)))
-    return of_first(costs_at(folder / "costs.json", engine, served.params, served.draft, rows, context))
+    return costs_at(folder / "costs.json", engine, served.params, served.draft, rows, context)
 
 
 def save_run_policy(folder: Path, session: Session, state: GrpoState) -> None:

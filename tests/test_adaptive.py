@@ -335,3 +335,17 @@ def test_costs_are_measured_from_3_to_15_times(monkeypatch):
     assert len(costs_module._turns([lambda: 1.0])) == 15
     monkeypatch.setattr(costs_module, "_BUDGET_S", 0.01)
     assert len(costs_module._turns([lambda: time.sleep(0.1) or 1.0])) == 3
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_a_cost_table_that_the_first_process_has_is_not_measured_again(monkeypatch, tmp_path, own):
+    """A process that was killed before it wrote its copy, or whose copy is another one, takes the first's."""
+    engine, path = engine_of(), tmp_path / "costs.json"
+    bodies = engine.config.bodies_for(15)
+    table = initial_control(np.arange(1.0, 1.0 + len(bodies)), 1e-6, 2e-3)
+    if own:
+        costs_module.save_costs(path, initial_control(np.ones(len(bodies))), bodies, costs_module._described(engine))
+    monkeypatch.setattr(costs_module, "measure_costs", None)
+    monkeypatch.setattr(costs_module, "of_first", lambda x: np.bool_(True) if isinstance(x, np.bool_) else table)
+    control = costs_module.costs_at(path, engine, tiny_params(), None, 15, 8)
+    np.testing.assert_array_equal(control.seconds, table.seconds)

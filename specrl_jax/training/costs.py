@@ -152,16 +152,21 @@ def costs_at(
 ) -> Control:
     """A controller with the cost table in `path`, measured and written there where there is none yet.
 
+    Of several processes the first decides: where it has a table, that one is everybody's, else all of them measure.
+
     Raises:
         InputError: the table is damaged or of other bodies.
     """
     bodies, of = engine.config.bodies_for(rows), _described(engine)
-    if path is not None and path.exists():
-        return load_costs(path, bodies, of)
+    exists = path is not None and path.exists()
+    if of_first(np.bool_(exists)):
+        own = load_costs(path, bodies, of) if path is not None and exists else initial_control(np.ones(len(bodies)))
+        return of_first(own)
     start = time.perf_counter()
     control = measure_costs(engine, params, draft, rows, context)
     seconds = time.perf_counter() - start
     print(f"measured {len(bodies)} kinds of rounds of {rows} rows in {seconds:.0f} s, with compilation", flush=True)
+    control = of_first(control)
     if path is not None:
         save_costs(path, control, bodies, of)
     return control

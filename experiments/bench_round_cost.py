@@ -7,7 +7,8 @@ steps over those of an autoregressive step; `round_cost` is the measured round o
 `over_floor` is the one over the other. The parts of a round are timed by themselves: drafting, the policy's
 forward, drawing; bookkeeping is what remains. `draft_over_least` is the time of drafting over that of the least drafts.
 With `--drafts ngram`, `suffix` or `block` the floor is that of the verify alone; a block drafter has random weights
-(every draft survives with the same probability whoever made it).
+(every draft survives with the same probability whoever made it). Suffix drafts look in the other responses to a prompt,
+four where the rows allow it, and in four of an earlier epoch.
 """
 
 from collections.abc import Callable, Mapping
@@ -36,7 +37,7 @@ from experiments.outputs import check_output, markdown_table, open_output, prove
 from specrl_jax.drafters.block import BlockDrafter
 from specrl_jax.drafters.block_params import BlockConfig, init_block
 from specrl_jax.drafters.eagle3 import Eagle3Drafter
-from specrl_jax.drafters.suffix import SuffixDrafter
+from specrl_jax.drafters.suffix import History, SuffixDrafter, init_history
 from specrl_jax.errors import InputError
 from specrl_jax.models.numerics import Numerics
 from specrl_jax.models.policy import forward, grid_batch
@@ -49,6 +50,8 @@ from specrl_jax.training.metrics import write_json
 from specrl_jax.training.speed_plots import draw_round_cost
 
 SCRIPT = "bench_round_cost"
+_LOOKED_IN = 4
+"""Responses to a prompt in a rollout, and in the epoch before, where suffix drafts look."""
 
 
 @dataclass(frozen=True)
@@ -107,11 +110,20 @@ def drafting_of(config: Config, pair: Pair) -> tuple[Any, Any]:
     return BlockDrafter(block), init_block(key, block, pair.params, ids)
 
 
-def engine_of(pair: Pair, drafter: Any, draft_length: int, survival: float) -> RolloutEngine:
+def engine_of(pair: Pair, drafter: Any, draft_length: int, survival: float, samples: int = 1) -> RolloutEngine:
     """An engine whose rows never end while they are timed."""
     room = 64 * (draft_length + 1)
-    rollout = RolloutConfig(room, 1, draft_length, endless_law(room), SyntheticMatch(survival=survival))
+    rollout = RolloutConfig(room, samples, draft_length, endless_law(room), SyntheticMatch(survival=survival))
     return RolloutEngine(pair.policy, rollout, Numerics(), drafter if draft_length else None)
+
+
+def earlier_epoch(engine: RolloutEngine, rows: int, seed: int) -> History:
+    """Responses of random tokens to the prompts of a standing batch, as long as they can be."""
+    groups, longest = rows // engine.config.samples_per_prompt, engine.config.max_new_tokens
+    history = init_history(np.arange(groups), _LOOKED_IN, longest)
+    tokens = jax.random.randint(jax.random.key(seed), history.tokens.shape, 0, engine.policy.vocab_size, jnp.int32)
+    full = jnp.full_like(history.lengths, longest)
+    return replace(history, tokens=tokens, lengths=full, count=jnp.full_like(history.count, _LOOKED_IN))
 
 
 def round_call(pair: Pair, engine: RolloutEngine, draft: Any, rows: int, context: int) -> Callable[[], float]:
@@ -174,8 +186,11 @@ def measure(pair: Pair, config: Config, rows: int, context: int) -> list[dict[st
     caches = tuple(jnp.ones(shape, dtype) for _ in range(pair.policy.num_layers))
     queries = jnp.ones((rows, groups, heads // groups, pair.policy.head_dim), dtype)
     calls["bare attention"] = timed(trips(bare_attention), caches, queries)
+    looks = config.drafts == "suffix"
+    samples = _LOOKED_IN if looks and rows % _LOOKED_IN == 0 else 1
     for k in config.draft_lengths:
-        engine = engine_of(pair, drafter, k, config.survival)
+        engine = engine_of(pair, drafter, k, config.survival, samples)
+        params = earlier_epoch(engine, rows, config.run.seed) if looks else params
         calls[f"round {k}"] = round_call(pair, engine, params, rows, context)
         calls[f"bare verify {k}"] = bare_calls(pair, rows * (k + 1))[0]
         if config.parts:

@@ -21,6 +21,7 @@ from experiments.expand import random_pair
 from experiments.outputs import check_output, markdown_table, open_output, provenance, write_results
 from specrl_jax.drafters.eagle3 import Eagle3Drafter
 from specrl_jax.drafters.eagle3_folder import save_eagle3
+from specrl_jax.drafters.head_files import PICKLED
 from specrl_jax.drafters.heads import load_drafter
 from specrl_jax.errors import InputError
 from specrl_jax.models.folders import replaced_folder
@@ -29,7 +30,6 @@ from specrl_jax.models.weights import WEIGHTS_FILE, write_tensors
 from specrl_jax.training.metrics import write_json
 
 SCRIPT = "convert"
-_PICKLED = ("*.bin", "*.pt", "*.pth")
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ def pickled_files(folder: Path) -> list[Path]:
     """The folder's pickled weights; InputError where there are none."""
     # Beside the weights may lie an optimizer's state.
     files = sorted(folder.glob("pytorch_model*.bin"))
-    files = files or [file for pattern in _PICKLED for file in sorted(folder.glob(pattern))]
+    files = files or [file for pattern in PICKLED for file in sorted(folder.glob(pattern))]
     if not files:
         raise InputError(f"--source {folder} holds no pickled weights; there is nothing to convert")
     return files
@@ -111,7 +111,7 @@ def main(config: Config) -> None:
         raise InputError("--source is missing; give the folder or hub name of a head with pickled weights")
     check_output(config.run, SCRIPT, source=config.source or None)
     with tempfile.TemporaryDirectory() as scratch:
-        folder = None if smoke else resolve_folder(config.source, "draft head", also=_PICKLED)
+        folder = None if smoke else resolve_folder(config.source, "draft head", also=PICKLED)
         files = [] if folder is None else pickled_files(folder)
         if importlib.util.find_spec("torch") is None:
             raise InputError("pickled weights are read with PyTorch, which is not installed; run `pip install torch`")

@@ -52,7 +52,7 @@ class DraftHead(DraftStageOptions):
     """Sequences per policy microbatch that train it."""
     online_microbatches: int = 0
     """Policy microbatches per update that leave such sequences, whose features wait in memory; 0: all."""
-    online_optimizer: OptimizerConfig = OptimizerConfig(0.0005)
+    online_optimizer: OptimizerConfig = OptimizerConfig(0.0001)
     average: float = 0.0
     """Draft with the moving average of the weights that are trained online, which keeps this share of itself at every
     update; 0: with those themselves."""

@@ -11,6 +11,7 @@ from scripts import SCRIPTS, refusal, run_script
 from experiments.bare_products import Floors, allowed_speedup, live_rows
 from experiments.bench_models import SyntheticMatch, in_turn, ratio
 from experiments.seeds import mean_over_seeds
+from specrl_jax.drafters.suffix import SuffixDrafter
 from specrl_jax.errors import InputError
 from specrl_jax.models.tree import Tree
 from specrl_jax.rollout.control import Body, initial_control
@@ -112,6 +113,21 @@ def test_rounds_of_a_block_drafter_are_timed(monkeypatch, tmp_path):
     assert row["drafts"] == "block"
     assert row["draft_over_least"] == 1.0
     assert row["over_floor"] == pytest.approx(row["round_cost"] / row["floor"], rel=0.5)
+
+
+def test_rounds_of_suffix_drafts_look_in_siblings_and_an_earlier_epoch(monkeypatch, tmp_path):
+    """A round that looks nowhere else would be timed as one of n-gram drafts."""
+    seen, find = [], SuffixDrafter.find
+
+    def noted(self, history, texts, depth):
+        responses = len(texts.responses) // len(texts.prompts)
+        seen.append((self.siblings and responses, history is not None and history.lengths.shape))
+        return find(self, history, texts, depth)
+
+    monkeypatch.setattr(SuffixDrafter, "find", noted)
+    argv = ("--preset", "smoke", "--drafts", "suffix", "--rows", 4, "--no-parts", "--out", tmp_path / "out")
+    run_script(monkeypatch, SCRIPTS["bench_round_cost"], *argv)
+    assert set(seen) == {(4, (1, 4))}
 
 
 def test_rollouts_are_timed_at_a_small_shape(monkeypatch, tmp_path):

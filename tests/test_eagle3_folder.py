@@ -15,6 +15,7 @@ from safetensors.numpy import load_file, save_file
 from specrl_jax.drafters.eagle3 import Eagle3Drafter
 from specrl_jax.drafters.eagle3_folder import load_eagle3, save_eagle3, with_policy_embedding
 from specrl_jax.drafters.eagle3_params import Eagle3Config, init_eagle3
+from specrl_jax.drafters.heads import load_drafter
 from specrl_jax.errors import InputError
 from specrl_jax.models.config import PolicyConfig, RopeConfig
 
@@ -313,16 +314,32 @@ def test_a_head_of_another_policy_is_refused(folder, change, sentence):
         load_eagle3(folder, replace(POLICY, **change))
 
 
+def test_an_early_head_goes_by_the_architecture_of_a_policy(folder):
+    file, expected = folder / "config.json", load_drafter(folder, POLICY)
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"architectures": ["LlamaForCausalLM"]}))
+    jax.tree.map(np.testing.assert_array_equal, load_drafter(folder, POLICY), expected)
+
+
+def test_a_pickled_head_on_the_hub_is_refused_with_the_command_that_converts_it(folder, monkeypatch):
+    """What the hub has pickled is not downloaded."""
+    (folder / "model.safetensors").unlink()
+    monkeypatch.setattr("specrl_jax.drafters.heads.resolve_folder", lambda source, kind: folder)
+    with pytest.raises(InputError, match=r"pickled.*`python -m experiments.convert --source someone/head --out"):
+        load_drafter("someone/head")
+
+
 def test_damaged_and_missing_files_are_refused(folder, tmp_path):
     weights = folder / "model.safetensors"
     whole = weights.read_bytes()
     weights.write_bytes(whole[: len(whole) // 2])
     with pytest.raises(InputError, match="damaged or incomplete at tensor"):
         load_eagle3(folder)
-    weights.rename(folder / "pytorch_model.bin")
-    with pytest.raises(InputError, match=r"pickled.*convert them with `python -m experiments.convert --source"):
-        load_eagle3(folder)
-    (folder / "pytorch_model.bin").unlink()
+    for name in ("pytorch_model.bin", "head.pt", "head.pth"):
+        pickled = weights.rename(folder / name)
+        with pytest.raises(InputError, match=r"pickled.*convert them with `python -m experiments.convert --source"):
+            load_eagle3(folder)
+        pickled.rename(weights)
+    weights.unlink()
     with pytest.raises(InputError, match=r"lacks model\.safetensors"):
         load_eagle3(folder)
     with pytest.raises(InputError, match=r"draft head .* is neither"):

@@ -15,6 +15,7 @@ from specrl_jax.models.huggingface_config import config_from_hf, config_to_hf
 
 _LLAMA, _QWEN3 = "LlamaForCausalLMEagle3", "Eagle3Qwen3ForCausalLM"
 _SUPPORTED = (_LLAMA, "Eagle3LlamaForCausalLM", _QWEN3, "Eagle3Speculator", "Eagle3DraftModel")
+_AS_POLICY = "LlamaForCausalLM"  # as early heads of EAGLE call themselves; these have a draft vocabulary
 _LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
 _BOUNDARIES = "residual_boundaries"
 _FLAGS = ("norm_before_fc", "fc_norm", "norm_before_residual", "norm_output")
@@ -123,7 +124,7 @@ def _flags(hf: dict[str, Any]) -> dict[str, bool]:
 def _check_variant(hf: dict[str, Any]) -> str:
     """The architecture, after everything that would change the computation was refused."""
     architecture = (hf.get("architectures") or [None])[0]
-    if architecture not in _SUPPORTED:
+    if architecture not in _SUPPORTED and not (architecture == _AS_POLICY and "draft_vocab_size" in hf):
         known = ", ".join(_SUPPORTED)
         raise InputError(f"draft head config names the architecture {architecture!r}; supported are {known}")
     nested = hf.get("eagle_config") or {}
@@ -148,8 +149,8 @@ def config_from_json(
     speculators = "speculators_model_type" in hf
     hf = _of_speculators(hf) if speculators else hf
     architecture = _check_variant(hf)
-    family = "Qwen3ForCausalLM" if architecture == _QWEN3 else "LlamaForCausalLM"
-    model_type = {"Qwen3ForCausalLM": "qwen3", "LlamaForCausalLM": "llama"}[family]
+    family = "Qwen3ForCausalLM" if architecture == _QWEN3 else _AS_POLICY
+    model_type = {"Qwen3ForCausalLM": "qwen3", _AS_POLICY: "llama"}[family]
     layer = config_from_hf(hf | {"architectures": [family], "model_type": model_type, "num_hidden_layers": 1})
     draft_vocab_size = hf.get("draft_vocab_size") or layer.vocab_size
     if type(draft_vocab_size) is not int:

@@ -20,6 +20,8 @@ from specrl_jax.models.folders import replaced_folder
 from specrl_jax.models.weights import INDEX_FILE, WEIGHTS_FILE, tensor_headers, weight_map, write_tensors
 
 OFFSETS, MEMBERS = "d2t", "t2d"
+PICKLED = ("*.bin", "*.pt", "*.pth")
+"""Patterns of files with pickled weights."""
 _TYPES = {OFFSETS: ("I64", "I32"), MEMBERS: ("BOOL",)}
 _FLOATS = ("F64", "F32", "F16", "BF16")
 _IGNORED = ("rotary_emb.inv_freq", "verifier_norm.weight", "verifier_lm_head.weight")  # copies of the policy's
@@ -78,7 +80,7 @@ def weights_files(folder: Path) -> list[Path]:
     """The folder's safetensors; InputError where there are none, or pickles in their place."""
     if has_weights(folder):
         return sorted(set(weight_map(folder).values()))
-    if list(folder.glob("*.bin")) or list(folder.glob("*.pt")):
+    if any(list(folder.glob(pattern)) for pattern in PICKLED):
         raise InputError(
             f"{folder} holds pickled weights, which can run code; convert them with "
             f"`python -m experiments.convert --source {folder} --out FOLDER`"

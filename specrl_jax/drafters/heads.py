@@ -23,6 +23,7 @@ from specrl_jax.drafters.eagle3 import Eagle3Drafter
 from specrl_jax.drafters.eagle3_folder import load_eagle3, save_eagle3, with_policy_embedding
 from specrl_jax.drafters.eagle3_params import Eagle3Config, Eagle3Params, init_eagle3
 from specrl_jax.drafters.eagle3_training import draft_counts, draft_loss
+from specrl_jax.drafters.head_files import has_weights
 from specrl_jax.drafters.mtp import MtpDrafter, beside_policy, is_mtp_head, lies_with_policy, load_mtp, save_mtp
 from specrl_jax.drafters.mtp_layouts import MtpConfig
 from specrl_jax.drafters.mtp_params import MtpParams, init_mtp
@@ -140,6 +141,12 @@ def load_drafter(
     """
     folder = resolve_folder(source, "draft head")
     hf = read_json(folder / "config.json")
+    if str(folder) != str(source) and not has_weights(folder):
+        # Pickles are not downloaded.
+        raise InputError(
+            f"{source} has no safetensors on the hub; if its weights are pickled, which can run code, convert them "
+            f"with `python -m experiments.convert --source {source} --out FOLDER`"
+        )
     if is_small_policy(hf) and not is_block_drafter(hf) and not is_mtp_head(hf):
         return load_small_policy(folder, policy, tokenizer)
     _check_tokenizer(folder, tokenizer)

@@ -14,7 +14,7 @@ from flax import struct
 from jax import lax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from specrl_jax.drafters.draft_losses import DraftBatch, DraftLossConfig, Shared, teacher
 from specrl_jax.drafters.heads import HeadConfig, HeadParams, head_counts, head_loss
@@ -104,6 +104,15 @@ class DraftTraining:
         batch = DraftBatch(ordered.tokens, features, states, ordered.mask)
         return DraftExamples(batch, ordered.lengths)
 
+    def noted(self, state: DraftOptState, accepted: Float[Array, ""]) -> tuple[DraftOptState, Bool[Array, ""]]:
+        """The state after a rollout of such acceptance length, and whether the head has gone stale."""
+        recent = jnp.where(state.best > 0.0, 0.5 * (state.recent + accepted), accepted)
+        stale = recent < (1.0 - self.tolerance) * state.best
+        # What was best fades while the head learns: a policy that has become less certain allows no more than it
+        # allows. It stays while the head rests, or a slow decline would never be seen.
+        best = jnp.maximum(recent, jnp.where(stale, 0.99, 1.0) * state.best)
+        return dataclasses.replace(state, best=best, recent=recent), stale
+
     def update(
         self,
         mesh: Mesh,
@@ -129,10 +138,7 @@ class DraftTraining:
         """
         if accepted is None or not self.tolerance:
             return self._update(mesh, params, state, shared, examples)
-        recent = jnp.where(state.best > 0.0, 0.5 * (state.recent + accepted), accepted)
-        # What was best fades: a policy that has become less certain allows no more than it allows.
-        best = jnp.maximum(recent, 0.99 * state.best)
-        state = dataclasses.replace(state, best=best, recent=recent)
+        state, stale = self.noted(state, accepted)
 
         def train(params: HeadParams, state: DraftOptState) -> Any:
             return self._update(mesh, params, state, shared, examples)
@@ -141,7 +147,6 @@ class DraftTraining:
             shapes = jax.eval_shape(train, params, state)[2]
             return params, state, jax.tree.map(lambda x: jnp.full(x.shape, jnp.nan, x.dtype), shapes)
 
-        stale = recent < (1.0 - self.tolerance) * best
         params, state, report = lax.cond(stale, train, leave, params, state)
         return params, state, report | {"draft_updated": stale.astype(jnp.float32)}
 

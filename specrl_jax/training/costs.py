@@ -38,14 +38,15 @@ Step = Callable[[Any, Any, Batch], Batch]
 def standing_batch(engine: RolloutEngine, rows: int, context: int, control: Control | None = None) -> Batch:
     """`rows` live rows with `context` tokens of nothing in particular in the cache of policy and drafter.
 
-    The engine must sample one response per prompt; there is room for `max_new_tokens` more.
+    The engine's samples per prompt must divide `rows`; there is room for `max_new_tokens` more.
     """
-    width = context + 1
-    lengths = jnp.full((rows,), width, jnp.int32)
-    prompts = Prompts(jnp.zeros((rows, width), jnp.int32), lengths, jnp.arange(rows, dtype=jnp.uint32))
+    width, samples = context + 1, engine.config.samples_per_prompt
+    groups = rows // samples
+    lengths = jnp.full((groups,), width, jnp.int32)
+    prompts = Prompts(jnp.zeros((groups, width), jnp.int32), lengths, jnp.arange(groups, dtype=jnp.uint32))
     batch = engine.empty_batch(prompts, control)
     all_rows, pages = batch.rows.table.shape
-    ids = own_pages(all_rows, pages)
+    ids, own = own_pages(all_rows, pages), jnp.arange(all_rows, dtype=jnp.int32)
     read = jnp.full((all_rows,), context, jnp.int32)
 
     def as_read(path: tuple[Any, ...], leaf: Array) -> Array:
@@ -58,15 +59,15 @@ def standing_batch(engine: RolloutEngine, rows: int, context: int, control: Cont
         used=jnp.full((all_rows,), pages, jnp.int32),
         length=read,
         drafter=drafter,
-        sequence=jnp.arange(all_rows, dtype=jnp.int32),
-        keys=sequence_keys(0, "evaluation", 0, prompts.row_ids, jnp.zeros((all_rows,), jnp.int32)),
+        sequence=own,
+        keys=sequence_keys(0, "evaluation", 0, jnp.repeat(prompts.row_ids, samples), own % samples),
         limit=jnp.full((all_rows,), engine.config.max_new_tokens, jnp.int32),
         done=jnp.zeros((all_rows,), bool),
     )
     holders = batch.pool.holders.at[ids.reshape(-1)].set(1, mode="drop")
     pool = replace(batch.pool, holders=holders)
-    started = jnp.int32(rows)
-    return replace(batch, rows=filled, pool=pool, started=started, waiting=replace(batch.waiting, count=started))
+    waiting = replace(batch.waiting, count=jnp.int32(groups))
+    return replace(batch, rows=filled, pool=pool, started=jnp.int32(rows), waiting=waiting)
 
 
 @dataclass

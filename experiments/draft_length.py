@@ -5,14 +5,15 @@ over decoding without drafts (paired, in turn), and the cost of a round in autor
 With `--policy`, `--drafter` and `--task` the work is a policy's own prompts, branchy ones with random tokens in their
 place; without, acceptance is synthetic: every further draft survives with probability 0.877 (predictable) or 0.766
 (branchy), which at three drafts is the acceptance length of NVIDIA's RL-Zero and RL-Think runs (arXiv 2604.26779),
-whose figures stand beside ours. Intervals are 95%, of the mean over seeds.
+whose figures stand beside ours. Intervals are 95%, of the mean over seeds. Synthetic acceptance costs no training; of a
+trained head `--training-seconds` says what it cost, and `paid_back` after how many rollouts it has been made up for.
 """
 
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import jax
 import numpy as np
@@ -49,9 +50,13 @@ class Config(OneDevice):
     seeds: int = 3
     repeats: int = 5
     """Rollouts of every arm for each seed, in turn."""
+    training_seconds: float = 0.0
+    """What the training of --drafter took, its rollouts included."""
 
     def __post_init__(self) -> None:
         check_least("", self, seeds=2, repeats=1)
+        if self.training_seconds and self.model.drafter is None:
+            raise InputError(f"--training-seconds is {self.training_seconds}; it is of a --drafter: give that too")
         for name in ("rows", "draft_lengths"):
             if min(getattr(self, name), default=0) < 1:
                 raise InputError(f"--{name.replace('_', '-')} must name at least one number, all of them at least 1")
@@ -79,8 +84,17 @@ PRESETS: dict[str, Mapping[str, Any]] = {
 }
 
 
-def measure(pair: Any, config: Config, rows: int, workload: str, seed: int) -> dict[int, tuple[float, float, float]]:
-    """Acceptance length, speed-up and cost of a round by draft length, for one seed."""
+class Found(NamedTuple):
+    """What a seed gave for a draft length: tokens a round, speed and cost of a round over those of none, seconds."""
+
+    acceptance_length: float
+    speedup: float
+    round_cost: float
+    seconds: float
+
+
+def measure(pair: Any, config: Config, rows: int, workload: str, seed: int) -> dict[int, Found]:
+    """What every draft length gives, for one seed."""
     real = config.work.task is not None
     options = replace(config.work, branchy=1.0) if real and workload == "branchy" else config.work
     source = (config.model.policy, config.model.target.vocab_size, "equal", seed)
@@ -92,12 +106,12 @@ def measure(pair: Any, config: Config, rows: int, workload: str, seed: int) -> d
         arms[str(k)] = fixed_arm(rollout_of(bench, pair, work, rows, k, rule, False), pair, work)
     calls: dict[str, Any] = {**arms, "reading": reading_arm(bench, pair, work, rows)}
     seconds = in_turn(calls, config.repeats, discard=1)
-    found = {}
+    found = {0: Found(1.0, 1.0, 1.0, float(np.median(seconds["0"])))}
     for k in config.draft_lengths:
         length = float(arms[str(k)].figures.get("acceptance_length", float("nan")))
         whole = float(np.median(seconds["0"] / seconds[str(k)]))
         decoding = (seconds["0"] - seconds["reading"]) / np.maximum(seconds[str(k)] - seconds["reading"], 1e-9)
-        found[k] = (length, whole, length / float(np.median(decoding)))
+        found[k] = Found(length, whole, length / float(np.median(decoding)), float(np.median(seconds[str(k)])))
     return found
 
 
@@ -120,22 +134,16 @@ def reading_arm(bench: RolloutBench, pair: Any, work: Work, rows: int) -> Callab
     return call
 
 
-def row_of(config: Config, rows: int, workload: str, k: int, found: list[tuple[float, float, float]]) -> dict[str, Any]:
+def row_of(config: Config, rows: int, workload: str, k: int, seeds: list[dict[int, Found]]) -> dict[str, Any]:
     """A row of the table from what the seeds gave."""
-    length, speedup, cost = (mean_over_seeds([values[i] for values in found]) for i in range(3))
-    row: dict[str, Any] = {
-        "workload": workload,
-        "rows": rows,
-        "draft_length": k,
-        "acceptance_length": length[0],
-        "acceptance_length_ci95": length[1],
-        "speedup": speedup[0],
-        "speedup_ci95": speedup[1],
-        "round_cost": cost[0],
-        "round_cost_ci95": cost[1],
-        "seeds": len(found),
-        "acceptance": config.work.task or f"synthetic {SURVIVAL[workload]:g}",
-    }
+    row: dict[str, Any] = {"workload": workload, "rows": rows, "draft_length": k}
+    for name in ("acceptance_length", "speedup", "round_cost"):
+        row[name], row[f"{name}_ci95"] = mean_over_seeds([getattr(found[k], name) for found in seeds])
+    plain, own = (float(np.mean([found[n].seconds for found in seeds])) for n in (0, k))
+    row |= {"seconds": own, "seeds": len(seeds)}
+    row |= {"acceptance": config.work.task or f"synthetic {SURVIVAL[workload]:g}"}
+    if config.training_seconds:
+        row["paid_back"] = config.training_seconds / (plain - own) if own < plain else None
     if k in PAPER:
         accepted, won = PAPER[k][0 if workload == "predictable" else 1]
         row |= {"paper_acceptance_length": accepted, "paper_speedup": won, "paper_round_cost": accepted / won}
@@ -155,7 +163,7 @@ def main(config: Config) -> None:
         for workload, rows in cases:
             seeds = range(config.run.seed, config.run.seed + config.seeds)
             found = [measure(pair, config, rows, workload, seed) for seed in seeds]
-            new = [row_of(config, rows, workload, k, [one[k] for one in found]) for k in config.draft_lengths]
+            new = [row_of(config, rows, workload, k, found) for k in (0, *config.draft_lengths)]
             table += new
             best = max(new, key=lambda row: row["speedup"])
             advance(1, f"{workload}, {rows} rows: best {best['speedup']:.2f}x at {best['draft_length']} drafts")

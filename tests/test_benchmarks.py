@@ -48,6 +48,7 @@ pytestmark = pytest.mark.ci
         ("bench_step", "--microbatch is 5; choose a divisor of 16", ("--microbatch", 5)),
         ("draft_length", "--seeds is 1; it must be at least 2", ("--seeds", 1)),
         ("draft_length", "--rows must name at least one number", ("--rows", 0)),
+        ("draft_length", "--training-seconds is 9.0; it is of a --drafter", ("--training-seconds", 9)),
         ("draft_length", "--policy and --drafter belong to a --task of theirs", ("--task", "arithmetic")),
         ("bench_cache", "--pools is (1.5,); name shares above 0 and at most 1", ("--pools", 1.5)),
     ],
@@ -184,10 +185,12 @@ def test_the_draft_length_table_has_intervals_and_the_papers_figures(monkeypatch
     out = tmp_path / "out"
     run_script(monkeypatch, SCRIPTS["draft_length"], "--preset", "smoke", "--out", out)
     rows = json.loads((out / "results.json").read_text())["rows"]
-    assert [(row["workload"], row["draft_length"]) for row in rows] == [("predictable", 3), ("branchy", 3)]
-    assert rows[0]["paper_acceptance_length"] == 3.32
+    lengths = [(workload, k) for workload in ("predictable", "branchy") for k in (0, 3)]
+    assert [(row["workload"], row["draft_length"]) for row in rows] == lengths
+    assert rows[1]["paper_acceptance_length"] == 3.32
     for row in rows:
         assert row["seeds"] == 2
+        assert (row["speedup"] == 1.0) == (row["draft_length"] == 0)
         assert row["acceptance_length"] >= 1.0
         assert np.isfinite(row["speedup_ci95"])
         assert row["round_cost"] > 0

@@ -59,10 +59,9 @@ def draw_draft_lengths(rows: Rows) -> Figure:
         own = [row for row in rows if row["workload"] == workload]
         for i, count in enumerate(dict.fromkeys(row["rows"] for row in own)):
             line = sorted((row for row in own if row["rows"] == count), key=lambda row: row["draft_length"])
-            lengths, heights = [0], [1.0]
-            lengths += [row["draft_length"] for row in line]
-            heights += [row["speedup"] for row in line]
-            errors = [0.0, *(row["speedup_ci95"] for row in line)]
+            lengths, heights, errors = (
+                [row[name] for row in line] for name in ("draft_length", "speedup", "speedup_ci95")
+            )
             axes.errorbar(
                 lengths, heights, yerr=errors, marker="o", color=COLORS[i % len(COLORS)], label=f"{count} rows"
             )

@@ -197,12 +197,13 @@ class SuffixDrafter(TextDrafter):
             match = jnp.where(after > 0, _match_lengths(text, newest), 0)
             places.append([values.reshape(rows, -1) for values in (text, match, after)])
         text, match, after = (jnp.concatenate(values, axis=1) for values in zip(*places, strict=True))
-        length, where = lax.top_k(match, min(self.candidates, match.shape[1]))
+        # As floats: of integers XLA:CPU sorts all to find a few.
+        length, where = lax.top_k(match.astype(jnp.float32), min(self.candidates, match.shape[1]))
         steps = jnp.arange(1, depth + 1, dtype=jnp.int32)[None, None]
         index = jnp.minimum(where[:, :, None] + steps, text.shape[1] - 1)
         follow = jnp.take_along_axis(text, index.reshape(rows, -1), axis=1).reshape(index.shape)
         follow = jnp.maximum(follow, 0)  # beyond what is left may stand what is no token
-        weight = length.astype(jnp.float32) * float(np.log(self.sharpness))
+        weight = length * float(np.log(self.sharpness))
         weight = jnp.where(length >= self.shortest, weight, _NONE)
         return Found(follow, jnp.take_along_axis(after, where, axis=1), weight)
 

@@ -25,7 +25,7 @@ from specrl_jax.drafters.heads import (
     head_loss,
     load_drafter,
     save_drafter,
-    with_current_rows,
+    with_rows_of,
 )
 from specrl_jax.drafters.mtp import MtpDrafter
 from specrl_jax.drafters.mtp_attached import attached_config
@@ -303,6 +303,6 @@ def test_the_policy_s_tokens_whatever_is_drafted(layout):
 def test_a_policy_that_learns_takes_its_norm_along():
     _, draft, policy = attached("qwen3_5")
     learned = replace(policy, final_norm=policy.final_norm * 2)
-    np.testing.assert_array_equal(with_current_rows(draft, learned).policy_norm, learned.final_norm)
+    np.testing.assert_array_equal(with_rows_of(draft, learned).policy_norm, learned.final_norm)
     with pytest.raises(ValueError, match="no output rows"):
         load_drafter(FIXTURES / "qwen3_5")[1].with_rows(draft.weights)

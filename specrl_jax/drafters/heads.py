@@ -181,17 +181,17 @@ def _check_tokenizer(folder: Path, tokenizer: Any) -> None:
 
 def with_policy_head(params: HeadParams, policy: PolicyParams) -> HeadParams:
     """The head with what it reads of the policy, such as its output rows, where it came without."""
-    if isinstance(params, Eagle3Params) or params.lm_head is not None:
-        return params
+    return params if isinstance(params, Eagle3Params) or params.lm_head is not None else with_rows_of(params, policy)
+
+
+def with_rows_of(params: Any, policy: PolicyParams) -> Any:
+    """A head that reads a policy's output rows, an MTP or a block head, with those of this one; others as they are."""
     if isinstance(params, MtpParams):
         return params.with_policy(policy)
+    if not isinstance(params, BlockParams):
+        return params
     rows = head_weights(policy)[1][params.target_ids]
     return replace(params, lm_head=rows.astype(params.weights.final_norm.dtype))
-
-
-def with_current_rows(params: Any, policy: PolicyParams) -> Any:
-    """An MTP head with the output rows of a policy that has learned; any other drafter's parameters as they are."""
-    return params.with_policy(policy) if isinstance(params, MtpParams) else params
 
 
 def as_head(drafter: DraftModel) -> HeadDrafter:

@@ -29,7 +29,7 @@ from jaxtyping import Array, Bool, Float, Int, UInt32
 from specrl_jax.data.prompts import Prompts
 from specrl_jax.drafters.combined import head_of, history_of, with_head, with_history
 from specrl_jax.drafters.draft_losses import DraftBatch
-from specrl_jax.drafters.heads import shared_with_head, with_current_rows
+from specrl_jax.drafters.heads import shared_with_head, with_rows_of
 from specrl_jax.drafters.suffix import remember
 from specrl_jax.errors import InputError
 from specrl_jax.models.numerics import isolated, opaque_int
@@ -418,7 +418,7 @@ class GrpoStep:
         """
         head = head_of(draft)
         if head is not None:
-            draft = with_head(draft, with_current_rows(head, params))
+            draft = with_head(draft, with_rows_of(head, params))
         history = history_of(draft)
         if history is None:
             return draft

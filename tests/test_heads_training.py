@@ -10,6 +10,8 @@ from test_grpo import POLICY, VOCAB, autoregressive, initial, make_program, scan
 from specrl_jax.drafters.block_params import BlockConfig
 from specrl_jax.drafters.heads import drafter_for_head, init_head
 from specrl_jax.drafters.mtp_dialects import mtp_config
+from specrl_jax.drafters.small_policy import SmallPolicyDrafter
+from specrl_jax.drafters.suffix import SuffixDrafter
 from specrl_jax.models.policy import head_weights
 
 pytestmark = pytest.mark.ci
@@ -40,3 +42,27 @@ def test_a_head_changes_neither_tokens_nor_policy(kind):
     # Its output rows are the policy's, which has learned.
     np.testing.assert_array_equal(state.draft.lm_head, head_weights(state.params)[1][state.draft.target_ids])
     assert sha(state.draft.lm_head) != sha(head.lm_head)
+
+
+def ngrams(params):
+    return SuffixDrafter(siblings=False, shortest=1), None
+
+
+def small_policy(params):
+    return SmallPolicyDrafter(POLICY, VOCAB), params.replace(final_norm=params.final_norm * 0.7)
+
+
+@pytest.mark.parametrize("made", [ngrams, small_policy])
+def test_a_drafter_that_does_not_learn_changes_neither_tokens_nor_policy(made):
+    params, _ = initial()
+    drafter, draft = made(params)
+    program = make_program(3, online=False)
+    step = dataclasses.replace(program.step, engine=dataclasses.replace(program.step.engine, drafter=drafter))
+    program = dataclasses.replace(program, step=step)
+    state, (_, ours, _) = scanned(program, 2)(step.init(params, draft))
+    expected, _, trajectories, _ = autoregressive()
+    for name in ("tokens", "log_probs", "lengths", "ended"):
+        np.testing.assert_array_equal(getattr(ours, name), getattr(trajectories, name))
+    assert sha(state.params) == sha(expected.params)
+    assert sha(state.draft) == sha(draft)
+    assert ours.stats.accepted.sum() > 0

@@ -54,7 +54,7 @@ class Config(OneDevice):
     """What the training of --drafter took, its rollouts included."""
 
     def __post_init__(self) -> None:
-        check_least("", self, seeds=2, repeats=1)
+        check_least("", self, seeds=2, repeats=1, training_seconds=0)
         if self.training_seconds and self.model.drafter is None:
             raise InputError(f"--training-seconds is {self.training_seconds}; it is of a --drafter: give that too")
         for name in ("rows", "draft_lengths"):
@@ -165,6 +165,8 @@ def main(config: Config) -> None:
             found = [measure(pair, config, rows, workload, seed) for seed in seeds]
             new = [row_of(config, rows, workload, k, found) for k in (0, *config.draft_lengths)]
             table += new
+            # Every program holds memory maps, of which a process may have some 65,000.
+            jax.clear_caches()
             best = max(new, key=lambda row: row["speedup"])
             advance(1, f"{workload}, {rows} rows: best {best['speedup']:.2f}x at {best['draft_length']} drafts")
     source = provenance(config.run.seed) | parts_of(pair, config.model)

@@ -220,7 +220,7 @@ def draft_length_table() -> str:
                 "rows": row["rows"],
                 "drafts": row["draft_length"],
                 "acceptance length": _mean(row, "acceptance_length") if row["draft_length"] else None,
-                "rollout (s)": row.get("seconds"),
+                **({"rollout (s)": f"{row['seconds']:.2f}"} if "seconds" in row else {}),
                 "speed-up": _mean(row, "speedup") if row["draft_length"] else None,
                 "round / step": _mean(row, "round_cost") if row["draft_length"] else None,
                 "NeMo RL: acceptance length": row.get("paper_acceptance_length"),

@@ -337,15 +337,42 @@ def test_costs_are_measured_from_3_to_15_times(monkeypatch):
     assert len(costs_module._turns([lambda: time.sleep(0.1) or 1.0])) == 3
 
 
-@pytest.mark.parametrize("own", [True, False])
-def test_a_cost_table_that_the_first_process_has_is_not_measured_again(monkeypatch, tmp_path, own):
-    """A process that was killed before it wrote its copy, or whose copy is another one, takes the first's."""
+@pytest.mark.parametrize("own", ["", "{half a tab"])
+def test_a_cost_table_that_the_first_process_has_is_everybody_s(monkeypatch, tmp_path, own):
+    """A process that was killed before it wrote its copy, or while it did, takes the first's."""
     engine, path = engine_of(), tmp_path / "costs.json"
-    bodies = engine.config.bodies_for(15)
-    table = initial_control(np.arange(1.0, 1.0 + len(bodies)), 1e-6, 2e-3)
+    table = initial_control(np.arange(1.0, 1.0 + len(engine.config.bodies_for(15))), 1e-6, 2e-3)
     if own:
-        costs_module.save_costs(path, initial_control(np.ones(len(bodies))), bodies, costs_module._described(engine))
+        path.write_text(own)
     monkeypatch.setattr(costs_module, "measure_costs", None)
+    monkeypatch.setattr(costs_module, "is_first", lambda: False)
     monkeypatch.setattr(costs_module, "of_first", lambda x: np.bool_(True) if isinstance(x, np.bool_) else table)
     control = costs_module.costs_at(path, engine, tiny_params(), None, 15, 8)
     np.testing.assert_array_equal(control.seconds, table.seconds)
+
+
+def test_where_the_first_process_has_no_cost_table_all_of_them_measure(monkeypatch, tmp_path):
+    engine, path = engine_of(), tmp_path / "costs.json"
+    bodies = engine.config.bodies_for(15)
+    measured, table = (initial_control(np.full(len(bodies), seconds)) for seconds in (1.0, 2.0))
+    costs_module.save_costs(path, initial_control(np.full(len(bodies), 3.0)), bodies, "another")
+    monkeypatch.setattr(costs_module, "measure_costs", lambda *_: measured)
+    monkeypatch.setattr(costs_module, "of_first", lambda x: np.bool_(False) if isinstance(x, np.bool_) else table)
+    control = costs_module.costs_at(path, engine, tiny_params(), None, 15, 8)
+    np.testing.assert_array_equal(control.seconds, table.seconds)
+    saved = costs_module.load_costs(path, bodies, costs_module._described(engine))
+    np.testing.assert_array_equal(saved.seconds, table.seconds)
+
+
+@pytest.mark.parametrize("samples", [1, 4])
+def test_standing_rows_have_pages_of_the_pool_and_share_those_of_their_prompt(samples):
+    engine = engine_of(False, numerics=replace(INVARIANT, key_block=8))
+    engine = replace(engine, config=replace(engine.config, samples_per_prompt=samples))
+    batch = costs_module.standing_batch(engine, 8, 20)
+    table, holders = np.asarray(batch.rows.table), np.asarray(batch.pool.holders)
+    assert table.max() < len(holders)
+    assert holders.sum() == table.size
+    assert np.bincount(table[:, :2].reshape(-1)).max() == samples  # 20 tokens fill two pages of 8
+    assert len(set(table[:, 2:].reshape(-1))) == table[:, 2:].size
+    with pytest.raises(ValueError, match="7 rows are not filled"):
+        costs_module.standing_batch(replace(engine, config=replace(engine.config, samples_per_prompt=2)), 7, 20)

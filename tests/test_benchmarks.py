@@ -8,8 +8,10 @@ import numpy as np
 import pytest
 from scripts import SCRIPTS, refusal, run_script
 
+from experiments import draft_length
 from experiments.bare_products import Floors, allowed_speedup, live_rows
 from experiments.bench_models import SyntheticMatch, in_turn, ratio
+from experiments.draft_length import Found
 from experiments.seeds import mean_over_seeds
 from specrl_jax.drafters.suffix import SuffixDrafter
 from specrl_jax.errors import InputError
@@ -114,6 +116,15 @@ def test_rounds_of_a_block_drafter_are_timed(monkeypatch, tmp_path):
     assert row["drafts"] == "block"
     assert row["draft_over_least"] == 1.0
     assert row["over_floor"] == pytest.approx(row["round_cost"] / row["floor"], rel=0.5)
+
+
+def test_training_is_paid_back_by_the_rollouts_that_win():
+    config = draft_length.Config(training_seconds=0)
+    seeds = [{0: Found(1.0, 1.0, 1.0, 10.0), 3: Found(2.0, 2.0, 1.0, s), 7: Found(2.0, 0.5, 4.0, 20.0)} for s in (4, 6)]
+    assert "paid_back" not in draft_length.row_of(config, 1, "branchy", 3, seeds)
+    object.__setattr__(config, "training_seconds", 100.0)
+    paid = [draft_length.row_of(config, 1, "branchy", k, seeds)["paid_back"] for k in (0, 3, 7)]
+    assert paid == [None, 20.0, None]
 
 
 def test_rounds_of_suffix_drafts_look_in_siblings_and_an_earlier_epoch(monkeypatch, tmp_path):

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from specrl_jax.models.backend import made_for
 from specrl_jax.models.numerics import Numerics
 from specrl_jax.models.params import init_params
 from specrl_jax.models.policy import forward, grid_batch, logits, policy_cache, sequence_positions
@@ -113,6 +114,18 @@ def test_decoding_has_the_bits_of_the_teacher_forced_forward(dtype, rows, querie
 @pytest.mark.parametrize(("rows", "queries"), [(1, 1), (1, 4), (3, 5), (20, 2), (64, 1), (64, 4)])
 def test_decoding_has_the_bits_of_the_teacher_forced_forward_at_width_256(dtype, rows, queries):
     check_decoding(replace(WIDE, dtype=dtype), rows, queries, 128)
+
+
+@pytest.mark.ci
+def test_keys_that_lie_as_elsewhere_have_the_bits_of_the_forward_there():
+    """On other backends than a CPU keys lie with their width last; such programs run here all the same, traced anew."""
+    params, tokens, _ = reference(SMALL)
+    chosen = jnp.asarray(tokens[ORDER[:3]])
+    with made_for("tpu"):
+        expected = jax.jit(lambda *args: all_logits(*args), static_argnums=1)(params, SMALL, chosen)
+        decode = jax.jit(lambda *args: decode_in_rounds.__wrapped__(*args), static_argnums=(1, 3, 4))
+        ours = decode(params, SMALL, chosen, 4, 128)
+    np.testing.assert_array_equal(ours, expected)
 
 
 @pytest.mark.ci

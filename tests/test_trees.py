@@ -23,6 +23,7 @@ from tiny import (
 
 from specrl_jax.drafters.replay import Replay, ReplayDrafter
 from specrl_jax.errors import InputError
+from specrl_jax.models.backend import made_for
 from specrl_jax.models.cache import keep_path, read_slots
 from specrl_jax.models.numerics import Numerics
 from specrl_jax.models.policy import forward, grid_batch, logits, policy_cache, sequence_positions
@@ -95,6 +96,14 @@ def test_a_drafter_that_replays_the_plain_run_is_always_accepted():
     assert ours.stats.steps == sum(-(-n // (k + 1)) for n in plain.lengths)
 
 
+@pytest.fixture(params=["cpu", "tpu"])
+def layout(request):
+    """Keys as a CPU keeps them and as others do, whose programs run here all the same."""
+    with made_for(request.param):
+        yield
+
+
+@pytest.mark.usefixtures("layout")
 @pytest.mark.parametrize("numerics", [PLAIN, INVARIANT])
 @pytest.mark.parametrize("tree", [Tree.full(2, 2), Tree.comb(3, 3), Tree((0, 0, 0, 2, 2, 4))])
 def test_every_path_has_the_logits_of_the_sequence_that_it_is(numerics, tree):

@@ -126,7 +126,10 @@ def _check_variant(hf: dict[str, Any]) -> str:
     architecture = (hf.get("architectures") or [None])[0]
     if architecture not in _SUPPORTED and not (architecture == _AS_POLICY and "draft_vocab_size" in hf):
         known = ", ".join(_SUPPORTED)
-        raise InputError(f"draft head config names the architecture {architecture!r}; supported are {known}")
+        raise InputError(
+            f"draft head config names the architecture {architecture!r}; supported are {known}, and "
+            f"{_AS_POLICY} with a draft_vocab_size"
+        )
     nested = hf.get("eagle_config") or {}
     for name, value in _ASSUMED.items():
         if nested.get(name, value) != value:

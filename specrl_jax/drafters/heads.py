@@ -141,7 +141,7 @@ def load_drafter(
     """
     folder = resolve_folder(source, "draft head")
     hf = read_json(folder / "config.json")
-    if str(folder) != str(source) and not has_weights(folder):
+    if not Path(source).is_dir() and not has_weights(folder):
         # Pickles are not downloaded.
         raise InputError(
             f"{source} has no safetensors on the hub; if its weights are pickled, which can run code, convert them "
@@ -180,7 +180,10 @@ def _check_tokenizer(folder: Path, tokenizer: Any) -> None:
 
 
 def with_policy_head(params: HeadParams, policy: PolicyParams) -> HeadParams:
-    """The head with what it reads of the policy, such as its output rows, where it came without."""
+    """The head with what it reads of the policy, such as its output rows, where it came without.
+
+    A block head keeps the rows that its folder has until the policy learns.
+    """
     return params if isinstance(params, Eagle3Params) or params.lm_head is not None else with_rows_of(params, policy)
 
 

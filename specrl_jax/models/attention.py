@@ -22,7 +22,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from specrl_jax.models.backend import backend
-from specrl_jax.models.cache import read_pages, read_slots
+from specrl_jax.models.cache import read_pages, read_slots, slots_last
 from specrl_jax.models.linear import wide_dtype
 from specrl_jax.models.numerics import Numerics, in_chunks, opaque_int
 from specrl_jax.models.paged_kernel import few_queries_attention, kernel_fits
@@ -129,6 +129,7 @@ def _in_blocks(
     def body(j: Int[Array, ""], carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
         maximum, total, out = carry
         keys, values = take(j)
+        # The barrier keeps the product apart from what follows, whatever that is in a program: the same bits in all.
         scores = jnp.einsum("rgmc,rgcs->rgms", grouped, keys, preferred_element_type=jnp.float32)
         scores = _masked(lax.optimization_barrier(scores), allowed_in(j * block + jnp.arange(block, dtype=jnp.int32)))
         new_maximum = jnp.maximum(maximum, scores.max(-1))
@@ -206,12 +207,17 @@ def _invariant_at_once(
     rows, kv_heads, slots, width = k.shape
     padded = _round_up(slots, numerics.key_block)
     k, v = (_pad_to(_pad_to(x, 2, padded), 0, max(rows, numerics.row_block)) for x in (k, v))
-    k = lax.optimization_barrier(k.swapaxes(2, 3))  # as keys of a cache lie: the products are the same operations
     row_block, block, none = numerics.row_block, numerics.key_block, jnp.int32(0)
+    # As keys of a cache lie, so that the products are the same operations.
+    k = lax.optimization_barrier(k.swapaxes(2, 3)) if slots_last() else k
 
     def take_rows(first: Int[Array, ""], j: Int[Array, ""]) -> tuple[Array, Array]:
-        keys = lax.dynamic_slice(k, (first, none, none, j * block), (row_block, kv_heads, width, block))
-        return keys, lax.dynamic_slice(v, (first, none, j * block, none), (row_block, kv_heads, block, width))
+        start, shape = (first, none, j * block, none), (row_block, kv_heads, block, width)
+        if slots_last():
+            keys = lax.dynamic_slice(k, (first, none, none, j * block), (row_block, kv_heads, width, block))
+        else:
+            keys = lax.dynamic_slice(k, start, shape).swapaxes(2, 3)
+        return keys, lax.dynamic_slice(v, start, shape)
 
     return _invariant(numerics, q, positions, take_rows, kv_heads)
 

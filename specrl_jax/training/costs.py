@@ -23,7 +23,7 @@ from specrl_jax.drafters.protocol import ChainDrafter
 from specrl_jax.errors import InputError
 from specrl_jax.models.cache import own_pages
 from specrl_jax.models.params import PolicyParams
-from specrl_jax.parallel.hosts import of_first
+from specrl_jax.parallel.hosts import is_first, of_first
 from specrl_jax.rollout.control import Body, Control, initial_control
 from specrl_jax.rollout.engine import RolloutEngine
 from specrl_jax.rollout.noise import sequence_keys
@@ -38,15 +38,20 @@ Step = Callable[[Any, Any, Batch], Batch]
 def standing_batch(engine: RolloutEngine, rows: int, context: int, control: Control | None = None) -> Batch:
     """`rows` live rows with `context` tokens of nothing in particular in the cache of policy and drafter.
 
-    The engine's samples per prompt must divide `rows`; there is room for `max_new_tokens` more.
+    The engine's samples per prompt must divide `rows`, and share the full pages of their prompt as in a rollout; there
+    is room for `max_new_tokens` more.
     """
     width, samples = context + 1, engine.config.samples_per_prompt
     groups = rows // samples
+    if groups * samples != rows:
+        raise ValueError(f"{rows} rows are not filled by groups of {samples}")
     lengths = jnp.full((groups,), width, jnp.int32)
     prompts = Prompts(jnp.zeros((groups, width), jnp.int32), lengths, jnp.arange(groups, dtype=jnp.uint32))
     batch = engine.empty_batch(prompts, control)
     all_rows, pages = batch.rows.table.shape
-    ids, own = own_pages(all_rows, pages), jnp.arange(all_rows, dtype=jnp.int32)
+    shared, own = context // batch.pool.page_size, jnp.arange(all_rows, dtype=jnp.int32)
+    of_prompt = own_pages(groups, shared)[own // samples]
+    ids = jnp.concatenate([of_prompt, groups * shared + own_pages(all_rows, pages - shared)], axis=1)
     read = jnp.full((all_rows,), context, jnp.int32)
 
     def as_read(path: tuple[Any, ...], leaf: Array) -> Array:
@@ -57,6 +62,7 @@ def standing_batch(engine: RolloutEngine, rows: int, context: int, control: Cont
         batch.rows,
         table=ids,
         used=jnp.full((all_rows,), pages, jnp.int32),
+        shared=jnp.full((all_rows,), shared, jnp.int32),
         length=read,
         drafter=drafter,
         sequence=own,
@@ -64,7 +70,7 @@ def standing_batch(engine: RolloutEngine, rows: int, context: int, control: Cont
         limit=jnp.full((all_rows,), engine.config.max_new_tokens, jnp.int32),
         done=jnp.zeros((all_rows,), bool),
     )
-    holders = batch.pool.holders.at[ids.reshape(-1)].set(1, mode="drop")
+    holders = batch.pool.holders.at[ids.reshape(-1)].add(1)
     pool = replace(batch.pool, holders=holders)
     waiting = replace(batch.waiting, count=jnp.int32(groups))
     return replace(batch, rows=filled, pool=pool, started=jnp.int32(rows), waiting=waiting)
@@ -161,7 +167,7 @@ def costs_at(
     bodies, of = engine.config.bodies_for(rows), _described(engine)
     exists = path is not None and path.exists()
     if of_first(np.bool_(exists)):
-        own = load_costs(path, bodies, of) if path is not None and exists else initial_control(np.ones(len(bodies)))
+        own = load_costs(path, bodies, of) if path is not None and is_first() else initial_control(np.ones(len(bodies)))
         return of_first(own)
     start = time.perf_counter()
     control = measure_costs(engine, params, draft, rows, context)
@@ -182,7 +188,9 @@ def save_costs(path: Path, control: Control, bodies: tuple[Body, ...], of: str) 
     """Write a cost table as JSON; `of` says what else it belongs to."""
     table = [[body.rows, body.tokens, float(s)] for body, s in zip(bodies, control.seconds, strict=True)]
     costs = {"of": of, "bodies": table, "per_slot": float(control.per_slot), "per_step": float(control.per_step)}
-    path.write_text(json.dumps(costs, indent=1) + "\n")
+    whole = path.with_name(f".{path.name}.new")
+    whole.write_text(json.dumps(costs, indent=1) + "\n")
+    whole.rename(path)
 
 
 def load_costs(path: Path, bodies: tuple[Body, ...], of: str) -> Control:

@@ -208,26 +208,6 @@ def test_a_head_is_trained_only_when_it_is_stale():
     assert sha(trained.params) == sha(state.params)
 
 
-@ci
-def test_a_slow_decline_makes_a_head_stale_and_a_lasting_one_does_not_keep_it_so():
-    drafting = dataclasses.replace(make_program(3).step.drafting, tolerance=0.05)
-
-    def stale_at(lengths):
-        state, said = drafting.init(initial()[1]), []
-        for length in lengths:
-            state, stale = drafting.noted(state, jnp.float32(length))
-            said.append(bool(stale))
-        return said
-
-    assert not any(stale_at(3.0 + 0.1 * np.sin(np.arange(40))))
-    slow = stale_at(3.0 * 0.996 ** np.arange(40))
-    assert not any(slow[:10])
-    assert any(slow[10:20])
-    lasting = stale_at([3.0] * 5 + [2.0] * 60)
-    assert all(lasting[6:30])
-    assert not any(lasting[50:])
-
-
 @functools.lru_cache
 def one_step():
     """A compiled step of the program without speculation."""

@@ -7,8 +7,8 @@ steps over those of an autoregressive step; `round_cost` is the measured round o
 `over_floor` is the one over the other. The parts of a round are timed by themselves: drafting, the policy's
 forward, drawing; bookkeeping is what remains. `draft_over_least` is the time of drafting over that of the least drafts.
 With `--drafts ngram`, `suffix` or `block` the floor is that of the verify alone; a block drafter has random weights
-(every draft survives with the same probability whoever made it). Suffix drafts look in the other responses to a prompt,
-four where the rows allow it, and in four of an earlier epoch.
+(every draft survives with the same probability whoever made it). Suffix drafts look in the three other responses to a
+prompt, where the rows can be split by four, and in four of an earlier epoch.
 """
 
 from collections.abc import Callable, Mapping
@@ -190,7 +190,8 @@ def measure(pair: Pair, config: Config, rows: int, context: int) -> list[dict[st
     samples = _LOOKED_IN if looks and rows % _LOOKED_IN == 0 else 1
     for k in config.draft_lengths:
         engine = engine_of(pair, drafter, k, config.survival, samples)
-        params = earlier_epoch(engine, rows, config.run.seed) if looks else params
+        if looks:
+            params = earlier_epoch(engine, rows, config.run.seed)
         calls[f"round {k}"] = round_call(pair, engine, params, rows, context)
         calls[f"bare verify {k}"] = bare_calls(pair, rows * (k + 1))[0]
         if config.parts:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 from test_rollout_programs import COLLECTIVE, instructions_in_loops
-from tiny import INVARIANT, POLICY, keys_of, random_eagle3, take_prompts, tiny_params, tiny_prompts
+from tiny import INVARIANT, POLICY, assert_same, keys_of, random_eagle3, take_prompts, tiny_params, tiny_prompts
 from tiny import run as run_alone
 
 from specrl_jax.errors import InputError
@@ -76,11 +76,6 @@ def table(**cheap):
     for place, cost in cheap.items():
         seconds[int(place[1:])] = cost
     return initial_control(seconds)
-
-
-def assert_same(ours, expected):
-    for name in ("tokens", "log_probs", "lengths", "ended"):
-        np.testing.assert_array_equal(getattr(ours, name), getattr(expected, name), err_msg=name)
 
 
 TABLES = {

@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
-from test_suffix import assert_same, engine_of, plain, rolled_out
-from tiny import POLICY, VOCAB, no_texts, tiny_params
+from test_suffix import engine_of, plain, rolled_out
+from tiny import POLICY, VOCAB, assert_same, no_texts, tiny_params
 
 from specrl_jax.drafters.block import BlockDrafter, confidence_logits
 from specrl_jax.drafters.block_folder import is_block_drafter, load_block, save_block

@@ -13,8 +13,8 @@ import pytest
 from safetensors.numpy import load_file, save_file
 from test_block import forced
 from test_eagle3_training import served_logits
-from test_suffix import KEYS, LAW, NEW, PROMPTS, SAMPLES, assert_same
-from tiny import INVARIANT, PLAIN, POLICY, no_texts, random_eagle3, tiny_params
+from test_suffix import KEYS, LAW, NEW, PROMPTS, SAMPLES
+from tiny import INVARIANT, PLAIN, POLICY, assert_same, no_texts, random_eagle3, tiny_params
 
 from specrl_jax.drafters import eagle3_training
 from specrl_jax.drafters.draft_losses import DraftBatch, DraftLossConfig, Shared

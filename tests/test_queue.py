@@ -6,7 +6,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tiny import INVARIANT, POLICY, BigramDrafter, bigram_table, keys_of, random_eagle3, tiny_params, tiny_prompts
+from tiny import (
+    INVARIANT,
+    POLICY,
+    BigramDrafter,
+    assert_same,
+    bigram_table,
+    keys_of,
+    random_eagle3,
+    tiny_params,
+    tiny_prompts,
+)
 
 from specrl_jax.errors import InputError
 from specrl_jax.models.numerics import Numerics
@@ -46,11 +56,6 @@ def budget(engine, pages, rows):
 def least_pages(engine):
     layout = engine.layout(*PROMPTS.tokens.shape)
     return layout.row_pages + layout.prompts * layout.prompt_pages
-
-
-def assert_same(ours, expected):
-    for name in ("tokens", "log_probs", "lengths", "ended"):
-        np.testing.assert_array_equal(getattr(ours, name), getattr(expected, name), err_msg=name)
 
 
 @pytest.mark.parametrize("rows", [1, 4, 7])

@@ -19,6 +19,7 @@ from tiny import (
     VOCAB,
     BigramDrafter,
     PolicyAsDrafter,
+    assert_same,
     bigram_table,
     keys_of,
     no_texts,
@@ -100,12 +101,6 @@ def speculative(name, kind, draft_length, ladder=(1.0,)):
     drafter, draft = drafter_of(kind, setup)
     engine = engine_of(setup, draft_length, drafter, ladder=ladder)
     return run(engine, PROMPTS, keys_of(PROMPTS, SAMPLES), setup.params, draft)
-
-
-def assert_same(ours, expected, rows=slice(None)):
-    """Tokens, lengths and log-probs, bit for bit."""
-    for name in ("lengths", "ended", "tokens", "log_probs"):
-        np.testing.assert_array_equal(getattr(ours, name), getattr(expected, name)[rows], err_msg=name)
 
 
 # Without speculation.

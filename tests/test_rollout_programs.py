@@ -16,6 +16,7 @@ from tiny import (
     POLICY,
     VOCAB,
     BigramDrafter,
+    assert_same,
     bigram_table,
     keys_of,
     random_eagle3,
@@ -187,8 +188,7 @@ def test_four_devices_give_the_tokens_of_one_without_talking_in_the_loops():
     compiled = over_mesh(engine, 4).lower(params, draft, prompts, keys).compile()
     ours = run(engine, prompts, keys, params, draft, program=compiled)
     alone = run(engine_of(INVARIANT, 0, law=SamplingLaw(end_ids=ENDS)), prompts, keys, params)
-    for name in ("tokens", "log_probs", "lengths", "ended"):
-        np.testing.assert_array_equal(getattr(ours, name), getattr(alone, name), err_msg=name)
+    assert_same(ours, alone)
     counts = ours.stats
     assert counts.rounds + counts.cut_rounds == counts.steps > 0
     assert counts.accepted + counts.rounds + counts.cut_accepted == ours.lengths.sum()

@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from test_block import forced
-from test_suffix import assert_same, engine_of, plain, rolled_out
-from tiny import PLAIN, POLICY, VOCAB, no_texts, random_eagle3, tiny_params
+from test_suffix import engine_of, plain, rolled_out
+from tiny import PLAIN, POLICY, VOCAB, assert_same, no_texts, random_eagle3, tiny_params
 
 from specrl_jax.data.tokenizers import arithmetic_tokenizer
 from specrl_jax.drafters import small_policy

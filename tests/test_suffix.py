@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tiny import INVARIANT, POLICY, VOCAB, keys_of, random_eagle3, tiny_params, tiny_prompts
+from tiny import INVARIANT, POLICY, VOCAB, assert_same, keys_of, random_eagle3, tiny_params, tiny_prompts
 
 from specrl_jax.drafters.combined import Both, CombinedDrafter
 from specrl_jax.drafters.protocol import ChainDrafter, Choice, Texts
@@ -152,11 +152,6 @@ def test_history_keeps_the_newest():
     # More samples than places: the last ones stay.
     history = remember(init_history(np.arange(1), 2, 2), jnp.zeros((1,), jnp.uint32), responses[:3], lengths[:3])
     assert sorted(history.tokens[0, :, 0].tolist()) == responses[1:3, 0].tolist()
-
-
-def assert_same(ours, expected):
-    for name in ("tokens", "log_probs", "lengths", "ended"):
-        np.testing.assert_array_equal(getattr(ours, name), getattr(expected, name), err_msg=name)
 
 
 @pytest.mark.parametrize("case", ["chain", "tree", "few rows", "adaptive", "with a head", "adaptive with a head"])

@@ -55,6 +55,12 @@ def tiny_prompts(groups=5, width=6, seed=0):
     )
 
 
+def assert_same(ours, expected, rows=slice(None)):
+    """Tokens, lengths and log-probs, bit for bit, of two trajectories."""
+    for name in ("lengths", "ended", "tokens", "log_probs"):
+        np.testing.assert_array_equal(getattr(ours, name), getattr(expected, name)[rows], err_msg=name)
+
+
 def keys_of(prompts, samples, *, seed=0, purpose="rollout", update=0):
     """Noise keys of every sequence, group-major."""
     row_ids = jnp.repeat(prompts.row_ids, samples)

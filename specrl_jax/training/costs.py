@@ -165,8 +165,7 @@ def costs_at(
         InputError: the table is damaged or of other bodies.
     """
     bodies, of = engine.config.bodies_for(rows), _described(engine)
-    exists = path is not None and path.exists()
-    if of_first(np.bool_(exists)):
+    if of_first(np.bool_(path is not None and path.exists())):
         own = load_costs(path, bodies, of) if path is not None and is_first() else initial_control(np.ones(len(bodies)))
         return of_first(own)
     start = time.perf_counter()

@@ -13,14 +13,13 @@ from pathlib import Path
 from typing import Any, Literal
 
 import jax
-import numpy as np
 
 from experiments import train_draft
 from experiments.common import check_least, run_main
 from experiments.draft_stage import Rollouts
 from experiments.inference import Model, open_model
 from experiments.outputs import check_output, markdown_table, open_output, provenance, write_results
-from experiments.seeds import grouped, mean_over_seeds, over_seeds
+from experiments.seeds import acceptance_over_seeds, grouped, over_seeds
 from specrl_jax.drafters.heads import HeadDrafter
 from specrl_jax.errors import InputError
 from specrl_jax.training.acceptance_plots import draw_depths
@@ -86,20 +85,8 @@ def summed_up(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Means over seeds."""
     table = []
     for own in grouped(found, "head", "prompts", "draft_length").values():
-        length, half_width = mean_over_seeds([row["acceptance_length"] for row in own])
-        depths = [mean_over_seeds(values) for values in zip(*(r["conditional_acceptance"] for r in own), strict=True)]
-        shared = {name: own[0][name] for name in ("head", "loss", "unroll", "prompts", "draft_length", "temperature")}
-        table.append(
-            shared
-            | {
-                "acceptance_length": length,
-                "ci95": half_width,
-                "conditional_acceptance": [mean for mean, _ in depths],
-                "conditional_acceptance_ci95": [half for _, half in depths],
-                "entropy": float(np.mean([row["entropy"] for row in own])),
-                "seeds": len(own),
-            }
-        )
+        names = ("head", "loss", "unroll", "prompts", "draft_length", "temperature")
+        table.append({name: own[0][name] for name in names} | acceptance_over_seeds(own))
     return table
 
 

@@ -1,16 +1,16 @@
 """How many drafts are accepted, by task, temperature and kind of drafts, and how fast that falls with depth.
 
 A policy answers held-out prompts of every file of `--data` (or of the arithmetic task) at every temperature, once per
-kind of drafts; nothing is timed. `survival_per_position` is the share of rounds that accepted the draft at each depth,
-`conditional_acceptance` the share of those that came so far. Text drafters sit out rounds for which they find nothing:
-`tokens_per_forward` counts these too.
+kind of drafts, for several seeds; nothing is timed. `survival_per_position` is the share of rounds that accepted the
+draft at each depth, `conditional_acceptance` the share of those that came so far. Text drafters sit out rounds in which
+they find nothing: `tokens_per_forward` counts these too. Means over seeds with 95% intervals.
 """
 
 import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import jax
 import numpy as np
@@ -19,6 +19,7 @@ from experiments.common import Run, RunOptions, check_least, progress, run_main
 from experiments.inference import Model, ModelFlags, ModelOptions, ProblemOptions, open_model, open_problems
 from experiments.outputs import check_output, markdown_table, open_output, provenance, write_results
 from experiments.rollout_options import Drafts, drafter_for
+from experiments.seeds import acceptance_over_seeds, grouped
 from specrl_jax.data.prompts import Prompts
 from specrl_jax.drafters.combined import params_for
 from specrl_jax.drafters.suffix import History, init_history, remember
@@ -35,6 +36,16 @@ from specrl_jax.training.workloads import end_ids
 SCRIPT = "acceptance_by_task"
 LOOKING: tuple[Drafts, ...] = ("suffix", "head+suffix")
 """Kinds of drafts that are looked for in other responses too."""
+Histories = Mapping[int, History | None]
+"""Answers of earlier epochs, by seed."""
+
+
+class Case(NamedTuple):
+    """What a row of the table is about."""
+
+    prompts: str
+    temperature: float
+    drafts: Drafts
 
 
 @dataclass(frozen=True)
@@ -59,9 +70,12 @@ class Config:
     """Earlier epochs of answers to the same prompts, which suffix drafts look in too."""
     together: int = 256
     """Responses rolled out at the same time."""
+    seeds: int = 3
+    """Seeds of the noise; policy, head and prompts are the same for all."""
 
     def __post_init__(self) -> None:
-        check_least("", self, problems=1, samples=1, draft_length=1, max_prompt_tokens=1, together=1, earlier=0)
+        check_least("", self, problems=1, samples=1, draft_length=1, max_prompt_tokens=1, together=1, seeds=1)
+        check_least("", self, earlier=0)
         for temperature in self.temperatures:
             _ = SamplingLaw(temperature)
         if not self.temperatures or not self.drafts:
@@ -75,6 +89,11 @@ class Config:
     def mesh(self) -> str:
         """Devices asked for."""
         return self.model.mesh
+
+    @property
+    def every_seed(self) -> range:
+        """Seeds of the noise."""
+        return range(self.run.seed, self.run.seed + self.seeds)
 
     @property
     def batch(self) -> int:
@@ -91,6 +110,7 @@ SMOKE = {
     "draft_length": 3,
     "earlier": 1,
     "max_new_tokens": 16,
+    "seeds": 1,
 }
 PRESETS: dict[str, Mapping[str, Any]] = {"cpu": {}, "gpu": {"max_new_tokens": 2048, "problems": 256}, "smoke": SMOKE}
 
@@ -115,7 +135,7 @@ def engine_of(config: Config, model: Model, drafts: Drafts | None, temperature: 
     return RolloutEngine(model.policy, settings, model.numerics, drafter)
 
 
-def remembered(config: Config, model: Model, prompts: Prompts, temperature: float) -> History | None:
+def remembered(config: Config, model: Model, prompts: Prompts, temperature: float, seed: int) -> History | None:
     """Answers of earlier epochs to the prompts."""
     if not config.earlier:
         return None
@@ -123,25 +143,36 @@ def remembered(config: Config, model: Model, prompts: Prompts, temperature: floa
     assert model.params is not None
     history = init_history(ids, config.earlier * config.samples, config.max_new_tokens)
     for epoch in range(config.earlier):
-        sampler = Sampler(engine, model.mesh, "draft_data", config.run.seed, config.batch, epoch)
+        sampler = Sampler(engine, model.mesh, "draft_data", seed, config.batch, epoch)
         answers = sample_all(sampler, model.params, None, prompts)
         history = jax.jit(remember)(history, ids, answers.tokens, answers.lengths)
     return history
 
 
-def measure(
-    config: Config, model: Model, prompts: Prompts, temperature: float, drafts: Drafts, history: History | None
-) -> dict[str, Any]:
-    """A row of the table, but for its prompts' name."""
-    engine = engine_of(config, model, drafts, temperature)
-    sampler = Sampler(engine, model.mesh, "evaluation", config.run.seed, config.batch)
-    looks = drafts in LOOKING
-    draft = params_for(engine.drafter, model.draft, history if looks else None)
+def measure(config: Config, model: Model, prompts: Prompts, case: Case, histories: Histories) -> list[dict[str, Any]]:
+    """What is accepted in one case, a row for every seed."""
+    engine = engine_of(config, model, case.drafts, case.temperature)
+    looks = case.drafts in LOOKING
+    shared = case._asdict() | {"draft_length": config.draft_length, "earlier_epochs": config.earlier if looks else 0}
     assert model.params is not None
-    trajectory = sample_all(sampler, model.params, draft, prompts)
+    rows = []
+    for seed in config.every_seed:
+        sampler = Sampler(engine, model.mesh, "evaluation", seed, config.batch)
+        draft = params_for(engine.drafter, model.draft, histories[seed] if looks else None)
+        trajectory = sample_all(sampler, model.params, draft, prompts)
+        rows.append(shared | acceptance_figures(trajectory) | {"seed": seed})
     jax.clear_caches()  # every program holds memory maps, of which a process may have some 65,000
-    row = {"temperature": temperature, "drafts": drafts, "draft_length": config.draft_length}
-    return row | {"earlier_epochs": config.earlier if looks else 0} | acceptance_figures(trajectory)
+    return rows
+
+
+def summed_up(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Means over seeds."""
+    table = []
+    for own in grouped(found, "prompts", "temperature", "drafts").values():
+        names = ("prompts", "temperature", "drafts", "draft_length", "earlier_epochs")
+        tokens = int(sum(row["response_tokens"] for row in own))
+        table.append({name: own[0][name] for name in names} | acceptance_over_seeds(own) | {"response_tokens": tokens})
+    return table
 
 
 def main(config: Config) -> None:
@@ -152,21 +183,22 @@ def main(config: Config) -> None:
     if model.drafter is None and any("head" in drafts for drafts in config.drafts):
         raise InputError("--drafter is missing; give the draft head, or --drafts without it")
     tasks = open_tasks(config, model)
-    cases = [(name, t, drafts) for name in tasks for t in config.temperatures for drafts in config.drafts]
+    cases = [Case(name, t, drafts) for name in tasks for t in config.temperatures for drafts in config.drafts]
     for name, temperature, drafts in cases:
         engine_of(config, model, drafts, temperature).check_prompt_width(tasks[name].tokens.shape[1])
     out = open_output(config.run, config, SCRIPT)
     model = model.initialised(config.run.seed)
-    table: list[dict[str, Any]] = []
+    found: list[dict[str, Any]] = []
     with progress("rollouts", len(cases)) as advance:
-        for (name, temperature), kinds in itertools.groupby(cases, lambda case: case[:2]):
-            history = remembered(config, model, tasks[name], temperature)
-            for _, _, drafts in kinds:
-                table.append({"prompts": name} | measure(config, model, tasks[name], temperature, drafts, history))
-                advance(1, f"{name} at {temperature}, {drafts}: {table[-1]['acceptance_length']:.2f}")
-    source = provenance(config.run.seed) | {"policy": config.model.policy, "drafter": config.model.drafter}
+        for (name, temperature), group in itertools.groupby(cases, lambda case: case[:2]):
+            histories = {seed: remembered(config, model, tasks[name], temperature, seed) for seed in config.every_seed}
+            for case in group:
+                found += measure(config, model, tasks[name], case, histories)
+                advance(1, f"{name} at {temperature}, {case.drafts}: {found[-1]['acceptance_length']:.2f}")
+    table, source = summed_up(found), provenance(config.run.seed)
+    source |= {"policy": config.model.policy, "drafter": config.model.drafter}
     write_results(out, table, "Acceptance by task", source)
-    write_json(out / "summary.json", {"best": max(row["acceptance_length"] for row in table)} | source)
+    write_json(out / "summary.json", {"by_seed": found} | source)
     labelled = [row | {"group": f"{row['prompts']}\n{row['temperature']:g}"} for row in table]
     draw_acceptance_bars(labelled, "group", "drafts").savefig(out / "acceptance_by_task.png", dpi=120)
     print(markdown_table(table), flush=True)

@@ -6,9 +6,12 @@ with a moving average of what is trained, or is trained only while it accepts le
 steps). `acceptance_length` is the mean over the last quarter of the steps, `start` that of the first step, `worst` the
 least of any step; `kl` is how far the policy has gone from where it began, in nats per token (the k3 estimate of the
 last step, from a penalty too small to matter). Means over seeds with 95% intervals. NVIDIA's runs (arXiv 2604.26779)
-compare a frozen in-domain head, 3.32 tokens a round, with one trained online, 3.29.
+compare a frozen in-domain head, 3.32 tokens a round, with one trained online, 3.29, and a frozen head that learned from
+chat, 2.88, with one trained online, 3.04. `--other-drafter` does so too: the arms stand once for each head, and
+`gap_closed` is the share of the lead of `--drafter` over the other, both frozen, that the other makes up online.
 """
 
+import itertools
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -28,7 +31,14 @@ from specrl_jax.training.acceptance_plots import draw_adaptation
 from specrl_jax.training.metrics import read_metrics, write_json
 
 SCRIPT = "online_adaptation"
-FROZEN = "frozen"
+FROZEN, ONLINE = "frozen", "online"
+# Acceptance lengths at three drafts, RL-Zero and RL-Think; the other head learned from chat (tables 3 and 4).
+PAPER = {
+    ("given", FROZEN): (3.32, 2.77),
+    ("given", ONLINE): (3.29, 2.74),
+    ("other", FROZEN): (2.88, 2.40),
+    ("other", ONLINE): (3.04, 2.55),
+}
 _WATCHED = 1e-6  # weight of the KL penalty, which the reports of KL come with
 
 
@@ -37,6 +47,8 @@ class Config(GrpoConfig):
     """Options of the table: those of a GRPO run, and what is compared."""
 
     seeds: int = 3
+    other_drafter: str | None = None
+    """A second head of the same policy, which learned from something else."""
     averages: tuple[float, ...] = (0.9,)
     """What moving averages keep of themselves at every update."""
     tolerances: tuple[float, ...] = (0.02,)
@@ -51,13 +63,21 @@ class Config(GrpoConfig):
         chosen = self.draft.average or self.draft.tolerance or not self.draft.online
         if not self.trains_head or self.compare or chosen:
             raise InputError("--drafts, --compare and what is trained online are chosen by the table; leave them out")
+        if self.other_drafter is not None and self.drafter is None:
+            raise InputError("--other-drafter stands beside --drafter; give that too")
+
+    @property
+    def heads(self) -> dict[str, str | None]:
+        """Heads that every run begins with, by name; None is made by the first."""
+        heads = {"given" if self.drafter else "own": self.drafter}
+        return heads | ({"other": self.other_drafter} if self.other_drafter else {})
 
     @property
     def arms(self) -> dict[str, DraftHead]:
         """Training of the head, by name."""
-        arms = {FROZEN: replace(self.draft, online=False), "online": self.draft}
-        arms |= {f"online, average {kept:g}": replace(self.draft, average=kept) for kept in self.averages}
-        return arms | {f"online, below {1 - t:g} of best": replace(self.draft, tolerance=t) for t in self.tolerances}
+        arms = {FROZEN: replace(self.draft, online=False), ONLINE: self.draft}
+        arms |= {f"{ONLINE}, average {kept:g}": replace(self.draft, average=kept) for kept in self.averages}
+        return arms | {f"{ONLINE}, below {1 - t:g} of best": replace(self.draft, tolerance=t) for t in self.tolerances}
 
 
 # At ten times this rate of the head one step of Adam undoes what it had learned.
@@ -85,31 +105,46 @@ def run_of(config: Config, seed: int, folder: Path, **changes: Any) -> GrpoConfi
 
 
 def measure(config: Config, seed: int, out: Path) -> list[dict[str, Any]]:
-    """A row per step and arm. The first arm makes what is not given; its head stays as it is, and all begin with it."""
+    """A row per step, head and arm. The first makes what is not given, and all begin with it."""
     begin: dict[str, Any] = {}
     rows = []
-    for name, draft in config.arms.items():
-        folder = out / "arms" / f"{re.sub('[^a-z0-9.]+', '_', name)}_{seed}"
+    for (head, drafter), (name, draft) in itertools.product(config.heads.items(), config.arms.items()):
+        folder = out / "arms" / f"{head}_{re.sub('[^a-z0-9.]+', '_', name)}_{seed}"
+        begin = begin | ({"drafter": drafter} if drafter else {})
         train_grpo.main(run_of(config, seed, folder, draft=draft, **begin))
         if config.drafter is None:
-            first = out / "arms" / f"{FROZEN}_{seed}"
+            first = out / "arms" / f"own_{FROZEN}_{seed}"
             begin = {"policy": config.policy or str(first / "warmup"), "drafter": str(first / "drafter")}
         for row in read_metrics(folder):
             if "acceptance_length" in row:
                 names = ("draft_length", "acceptance_length", "kl", "reward_mean", "entropy", "draft_updated")
                 figures = {key: row.get(key) for key in names}
-                rows.append({"arm": name, "seed": seed, "step": row["step"]} | figures)
+                rows.append({"head": head, "arm": name, "seed": seed, "step": row["step"]} | figures)
     return rows
+
+
+def paper_lengths(head: str, arm: str) -> tuple[float | None, float | None]:
+    """NVIDIA's acceptance lengths of RL-Zero and RL-Think; None where there are none."""
+    return PAPER.get(("other" if head == "other" else "given", arm), (None, None))
+
+
+def gap_closed(table: list[dict[str, Any]]) -> float | None:
+    """Share of the lead of the one head over the other, both frozen, that the other makes up; None of one head."""
+    late = {(row["head"], row["arm"]): row["acceptance_length"] for row in table}
+    if ("other", FROZEN) not in late:
+        return None
+    lead = late["given", FROZEN] - late["other", FROZEN]
+    return float((late["other", ONLINE] - late["other", FROZEN]) / lead) if lead else float("nan")
 
 
 def summed_up(config: Config, found: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Means over seeds."""
     late = config.steps - max(1, config.steps // 4)
     table = []
-    for (name,), own in grouped(found, "arm").items():
+    for (head, name), own in grouped(found, "head", "arm").items():
         runs = list(grouped(own, "seed").values())
         lengths = [[row["acceptance_length"] for row in run] for run in runs]
-        row: dict[str, Any] = {"arm": name, "steps": config.steps, "draft_length": own[0]["draft_length"]}
+        row: dict[str, Any] = {"head": head, "arm": name, "steps": config.steps, "draft_length": own[0]["draft_length"]}
         for label, values in (
             ("start", [one[0] for one in lengths]),
             ("worst", [min(one) for one in lengths]),
@@ -120,6 +155,7 @@ def summed_up(config: Config, found: list[dict[str, Any]]) -> list[dict[str, Any
         row["updates"] = 0.0 if name == FROZEN else float(np.mean(trained))
         kl, half = mean_over_seeds([run[-1]["kl"] for run in runs])
         row |= {"kl": kl, "kl_ci95": half, "reward_before": float(np.mean([run[0]["reward_mean"] for run in runs]))}
+        row |= dict(zip(("paper_rl_zero", "paper_rl_think"), paper_lengths(head, name), strict=True))
         row |= {"reward_after": float(np.mean([run[-1]["reward_mean"] for run in runs])), "seeds": len(runs)}
         table.append(row)
     return table
@@ -128,8 +164,9 @@ def summed_up(config: Config, found: list[dict[str, Any]]) -> list[dict[str, Any
 def main(config: Config) -> None:
     """Run every arm of every seed, write and print."""
     config.check()
-    check_output(config.run, SCRIPT, **config.inputs)
-    train_grpo.open_session(run_of(config, config.run.seed, config.run.out / "none"))  # refuses what cannot be run
+    check_output(config.run, SCRIPT, other_drafter=config.other_drafter, **config.inputs)
+    for drafter in config.heads.values():  # refuses what cannot be run
+        train_grpo.open_session(run_of(config, config.run.seed, config.run.out / "none", drafter=drafter))
     out = open_output(config.run, config, SCRIPT)
     found = over_seeds(
         config.run.seed,
@@ -139,8 +176,9 @@ def main(config: Config) -> None:
     )
     table, source = summed_up(config, found), provenance(config.run.seed) | {"policy": config.policy or "from nothing"}
     write_results(out, table, "Online adaptation", source)
-    write_json(out / "summary.json", {"by_step": found} | source)
-    draw_adaptation(found).savefig(out / "online_adaptation.png", dpi=120)
+    write_json(out / "summary.json", {"gap_closed": gap_closed(table), "by_step": found} | source)
+    labelled = [row | {"arm": f"{row['head']} head, {row['arm']}"} for row in found]
+    draw_adaptation(labelled).savefig(out / "online_adaptation.png", dpi=120)
     print(markdown_table(table), flush=True)
 
 

@@ -33,6 +33,22 @@ def over_seeds(
     return found
 
 
+def acceptance_over_seeds(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Means of `acceptance_figures` of several seeds; `ci95` is of the mean over them, of one seed that over rounds."""
+    length, half_width = mean_over_seeds([row["acceptance_length"] for row in rows])
+    depths = [mean_over_seeds(values) for values in zip(*(row["conditional_acceptance"] for row in rows), strict=True)]
+    return {
+        "acceptance_length": length,
+        "ci95": half_width if len(rows) > 1 else rows[0]["ci95"],
+        "tokens_per_forward": float(np.mean([row["tokens_per_forward"] for row in rows])),
+        "survival_per_position": np.mean([row["survival_per_position"] for row in rows], axis=0).tolist(),
+        "conditional_acceptance": [mean for mean, _ in depths],
+        "conditional_acceptance_ci95": [half for _, half in depths],
+        "entropy": float(np.mean([row["entropy"] for row in rows])),
+        "seeds": len(rows),
+    }
+
+
 def grouped(rows: Sequence[dict[str, Any]], *fields: str) -> dict[tuple[Any, ...], list[dict[str, Any]]]:
     """Rows by their values of some fields, in order of appearance."""
     groups: dict[tuple[Any, ...], list[dict[str, Any]]] = {}

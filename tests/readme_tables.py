@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from experiments.online_adaptation import paper_lengths
 from experiments.outputs import markdown_table
 
 ROOT = Path(__file__).parents[1]
@@ -316,21 +317,27 @@ def acceptance_by_depth_table() -> str:
     return markdown_table(rows)
 
 
-def online_adaptation_table() -> str:
-    """What becomes of a head while the policy learns, from results/drafts/online_adaptation.json."""
+def online_adaptation_table(file: str = "online_adaptation.json") -> str:
+    """What becomes of a head while the policy learns, from results/drafts."""
     rows = []
-    for row in _read(DRAFTS / "online_adaptation.json")["rows"]:
+    for row in _read(DRAFTS / file)["rows"]:
         rows.append(
             {
-                "head": row["arm"],
+                "head": row["arm"] if row.get("head", "own") == "own" else f"{row['head']}, {row['arm']}",
                 "first step": _mean(row, "start"),
                 "worst step": _mean(row, "worst"),
                 f"last {max(1, row['steps'] // 4)} of {row['steps']} steps": _mean(row, "acceptance_length"),
                 "KL (nats per token)": _mean(row, "kl"),
                 "reward": f"{row['reward_before']:.2f} to {row['reward_after']:.2f}",
+                "NeMo RL: RL-Zero / RL-Think": _paper(*paper_lengths(row.get("head", "own"), row["arm"])),
             }
         )
     return markdown_table(rows)
+
+
+def online_init_table() -> str:
+    """What becomes of heads of other domains while the policy learns, from results/drafts/online_init.json."""
+    return online_adaptation_table("online_init.json")
 
 
 def async_table() -> str:
@@ -431,6 +438,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "acceptance_by_task": acceptance_by_task_table,
     "acceptance_by_depth": acceptance_by_depth_table,
     "online_adaptation": online_adaptation_table,
+    "online_init": online_init_table,
     "async": async_table,
     "mesh": mesh_table,
     "mesh_ties": mesh_ties_table,

@@ -5,6 +5,8 @@ import json
 import pytest
 from scripts import SCRIPTS, refusal, run_script, write_models
 
+from experiments.online_adaptation import gap_closed
+
 ci, full = pytest.mark.ci, pytest.mark.full
 
 
@@ -32,6 +34,24 @@ def test_acceptance_by_task_has_a_row_per_prompts_temperature_and_drafts(monkeyp
         assert row["acceptance_length"] == pytest.approx(1 + sum(row["survival_per_position"]))
     # The drafts change no token.
     assert len({row["response_tokens"] for row in rows}) == 1
+
+
+@ci
+def test_a_case_is_the_mean_over_its_seeds(monkeypatch, tmp_path):
+    """The same prompts with other noise; over several seeds the interval is that of their mean."""
+    options = ("--temperatures", 1.0, "--drafts", "ngram")
+    runs = [
+        rows_of(monkeypatch, "acceptance_by_task", tmp_path / f"{count}", *options, "--earlier", 0, "--seeds", count)
+        for count in (1, 2)
+    ]
+    by_seed = json.loads((tmp_path / "2" / "summary.json").read_text())["by_seed"]
+    assert [row["seed"] for row in by_seed] == [0, 1]
+    assert by_seed[0]["acceptance_length"] == runs[0][0]["acceptance_length"]
+    lengths = [row["acceptance_length"] for row in by_seed]
+    (row,) = runs[1]
+    assert row["acceptance_length"] == pytest.approx(sum(lengths) / 2)
+    assert row["ci95"] == pytest.approx(12.706 * abs(lengths[0] - lengths[1]) / 2, rel=1e-3)
+    assert row["seeds"] == 2
 
 
 @ci
@@ -83,6 +103,28 @@ def test_online_adaptation_compares_heads_on_the_same_policy(monkeypatch, tmp_pa
     # Before anything was learned the heads are one, and the policy learns the same whoever drafts.
     for field in ("start", "kl", "reward_before", "reward_after"):
         assert rows[0][field] == rows[1][field]
+    assert {row["head"] for row in rows} == {"own"}
+
+
+@full
+def test_a_second_head_adapts_beside_the_first(monkeypatch, tmp_path, models):
+    given = ("--policy", models / "policy", "--drafter", models / "drafter", "--other-drafter", models / "drafter")
+    rows = rows_of(monkeypatch, "online_adaptation", tmp_path / "out", *given, "--mesh", "data=1")
+    assert [(row["head"], row["arm"]) for row in rows] == [
+        (head, arm) for head in ("given", "other") for arm in ("frozen", "online")
+    ]
+    # The heads are one and the same.
+    for field in ("start", "worst", "acceptance_length", "reward_after"):
+        assert rows[0][field] == rows[2][field]
+        assert rows[1][field] == rows[3][field]
+
+
+@ci
+def test_the_share_of_the_gap_that_is_closed():
+    lengths = {("given", "frozen"): 1.9, ("given", "online"): 2.0, ("other", "frozen"): 1.4, ("other", "online"): 1.7}
+    table = [{"head": head, "arm": arm, "acceptance_length": x} for (head, arm), x in lengths.items()]
+    assert gap_closed(table) == pytest.approx(0.6)
+    assert gap_closed(table[:2]) is None
 
 
 @full
@@ -132,6 +174,8 @@ def test_meshes_draw_the_same_tokens(monkeypatch, tmp_path, models):
         ("draft_methods", ("--head.kind", "block"), "--drafter and --head.kind are chosen by the table"),
         ("online_adaptation", ("--averages", 1.5), "--averages is (1.5,); choose shares between 0 and 1"),
         ("online_adaptation", ("--draft-length", 0), "are chosen by the table"),
+        ("online_adaptation", ("--other-drafter", "some"), "--other-drafter stands beside --drafter; give that too"),
+        ("acceptance_by_task", ("--seeds", 0), "--seeds is 0; it must be at least 1"),
         ("async_pipeline", ("--lag", 1), "--lag, --compare and runs without drafts are chosen by the table"),
         ("async_pipeline", ("--lags", 0, 0), "--lags is (0, 0); choose different numbers from 0, and 0 among them"),
         ("async_pipeline", ("--loss.importance-cap", 0), "--lag 1 learns from responses of older policies"),

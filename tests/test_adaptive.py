@@ -30,8 +30,8 @@ from specrl_jax.rollout.control import (
     learn,
     merge,
     overall_acceptance,
-    promised_rate,
     worth_another_step,
+    worth_of_a_second,
 )
 from specrl_jax.rollout.engine import RolloutEngine
 from specrl_jax.rollout.rules import Block, Match
@@ -134,7 +134,13 @@ def test_plain_numerics():
     np.testing.assert_array_equal(ours.tokens, plain(numerics=numerics).tokens)
 
 
-def test_dealing_takes_the_likeliest_prefixes():
+def saved(survival):
+    """Rounds per token that each draft saves its row."""
+    expected = 1.0 + np.cumsum(np.pad(np.asarray(survival, np.float64), ((0, 0), (1, 0))), axis=1)
+    return 1.0 / expected[:, :-1] - 1.0 / expected[:, 1:]
+
+
+def test_dealing_takes_the_prefixes_that_save_most():
     rng = np.random.default_rng(0)
     for _ in range(50):
         survival = np.cumprod(rng.choice([0.0, 0.3, 0.9, 1.0], (5, 6)), axis=1).astype(np.float32)
@@ -142,8 +148,14 @@ def test_dealing_takes_the_likeliest_prefixes():
         lengths = np.asarray(allocate(jnp.asarray(survival), jnp.int32(budget)))
         assert lengths.sum() == min(budget, (survival > 0).sum())
         taken = np.arange(6)[None] < lengths[:, None]
-        best = np.sort(survival.ravel())[::-1][: lengths.sum()]
-        np.testing.assert_allclose(np.sort(survival[taken])[::-1], best)
+        best = np.sort(saved(survival).ravel())[::-1][: lengths.sum()]
+        np.testing.assert_allclose(np.sort(saved(survival)[taken])[::-1], best, atol=1e-6)
+
+
+def test_a_row_that_gets_many_tokens_leaves_drafts_to_one_that_gets_few():
+    """The sure row's fifth draft survives oftener than the other's first, which shortens the batch more."""
+    survival = jnp.array([[0.9, 0.8, 0.7, 0.6, 0.55], [0.5, 0.1, 0.0, 0.0, 0.0]], jnp.float32)
+    np.testing.assert_array_equal(allocate(survival, jnp.int32(5)), [4, 1])
 
 
 def test_a_draft_is_worth_what_it_adds_to_those_that_are_verified():
@@ -151,18 +163,21 @@ def test_a_draft_is_worth_what_it_adds_to_those_that_are_verified():
     control = initial_control(np.ones(1), per_step=0.1)
     none = jnp.zeros((2, 4), jnp.float32)
 
-    def worth(survival, budget, rate):
+    def worth(survival, budget, second):
         drafted = none.at[:, :2].set(jnp.array(survival, jnp.float32))
-        return bool(worth_another_step(control, drafted, jnp.int32(2), jnp.int32(budget), jnp.float32(rate)))
+        return bool(worth_another_step(control, drafted, jnp.int32(2), jnp.int32(budget), jnp.float32(second)))
 
     acceptance = float(overall_acceptance(control))  # at every depth, since nothing was learned
-    even, uneven = [[0.8, 0.6], [0.8, 0.6]], [[0.9, 0.8], [0.3, 0.1]]
+    even, uneven = [[0.8, 0.6], [0.8, 0.6]], [[0.9, 0.9], [0.3, 0.05]]
+    third = saved([[0.8, 0.6, 0.6 * acceptance]])[0, 2]
+    # Of four drafts the sure row's third takes the place of the other's second.
+    instead = saved([[0.9, 0.9, 0.9 * acceptance]])[0, 2] - saved([[0.3, 0.05]])[0, 1]
+    assert instead > 0.0
     # With room for all, two drafts of 0.6 each are to come; with none, nothing better than what is there.
     for factor, worthwhile in ((0.99, True), (1.01, False)):
-        assert worth(even, 8, factor * 10 * 2 * 0.6 * acceptance) == worthwhile
-        assert worth(even, 5, factor * 10 * 0.6 * acceptance) == worthwhile
-        # The sure row's next takes the place of the other's worst.
-        assert worth(uneven, 4, factor * 10 * (0.8 * acceptance - 0.1)) == worthwhile
+        assert worth(even, 8, factor * 10 * 2 * third) == worthwhile
+        assert worth(even, 5, factor * 10 * third) == worthwhile
+        assert worth(uneven, 4, factor * 10 * instead) == worthwhile
     assert not worth(even, 4, 0.0)
 
 
@@ -197,8 +212,8 @@ def test_what_deep_drafts_are_worth_is_learned_by_depth():
         accepted, lengths = jnp.full((8,), 2, jnp.int32), jnp.full((8,), 3, jnp.int32)
         control, record = learn(control, record, jnp.full((8, 3), 0.7), lengths, accepted, live)
     assert choice(control) == 1
-    promised = float(promised_rate(control, 2, bodies[2], 3, live, record)) * 1.02
-    np.testing.assert_allclose(promised, 8 * 3.0, rtol=0.02)
+    rounds = float(worth_of_a_second(control, 2, bodies[2], 3, live, record)) * 1.02
+    np.testing.assert_allclose(rounds, 8 / 3.0, rtol=0.02)
 
 
 def test_what_was_learned_fades_to_the_first_belief():
@@ -211,7 +226,7 @@ def test_what_was_learned_fades_to_the_first_belief():
     assert float(forget(replace(begun, drafted=begun.drafted + 10.0)).drafted[0]) == 11.5
 
 
-def test_the_choice_follows_rates_and_live_rows():
+def test_the_choice_follows_costs_and_live_rows():
     bodies = default_bodies(16, 7)
     assert len(bodies) == 12
     # A round costs one unit and a twentieth for every token.
@@ -228,6 +243,15 @@ def test_the_choice_follows_rates_and_live_rows():
     # It stays where it is unless another body is clearly better.
     stay = bodies.index(Body(16, 16))
     assert choice(16, record * jnp.array([[1.0, 0.01]]), stay) == Body(16, 16)
+
+
+def test_a_round_that_serves_only_the_surest_rows_is_not_chosen():
+    """Half of the rows accept nearly everything, half of them nothing: these wait for every dearer round."""
+    bodies = (Body(8, 16), Body(8, 64))
+    control, live = initial_control(np.array([1.0, 2.0])), jnp.ones((8,), bool)
+    for accepted, chosen in ((98.0, bodies[1]), (2.0, bodies[0])):
+        record = jnp.full((8, 2), 100.0).at[:4, 1].set(accepted)
+        assert bodies[int(choose_body(control, bodies, 7, live, record, jnp.int32(0), jnp.int32(-1)))] == chosen
 
 
 def test_what_cannot_be_chosen_from_is_refused():

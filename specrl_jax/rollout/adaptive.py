@@ -1,8 +1,8 @@
 """A round whose drafts are dealt out while it runs.
 
 The body (`rollout/control.py`) says how many tokens the policy reads. The drafter proposes chains, one
-token of every row at a time, until another is not worth its time; the tokens go to the drafts that are
-likeliest to survive, and the policy reads them packed, rows of different lengths side by side.
+token of every row at a time, until another is not worth its time; the tokens go to the drafts that save
+most, and the policy reads them packed, rows of different lengths side by side.
 
 Without drafts the drafter does nothing: features of tokens that it has not read wait in a ring per row and
 are read when drafting resumes; of a row that has fallen behind further, the drafter starts anew at the ring's first.
@@ -89,7 +89,7 @@ class AdaptiveRound(Round):
         control: Control,
         body: Body,
         live: Bool[Array, "r"],
-        rate: Float[Array, ""],
+        second: Float[Array, ""],
     ) -> Dealt:
         """Draft until it is no longer worth it, and choose which drafts are verified."""
         drafter, embed, depth = self.chain_drafter, params.embed, body.depth(self.config.draft_length)
@@ -113,7 +113,7 @@ class AdaptiveRound(Round):
 
         def more(state: Any) -> Bool[Array, ""]:
             step, _, _, _, survival = state
-            return (step < depth) & worth_another_step(control, survival, step, budget, rate)
+            return (step < depth) & worth_another_step(control, survival, step, budget, second)
 
         def another(state: Any) -> Any:
             step, carry, tokens, confidence, survival = state
@@ -205,9 +205,9 @@ class AdaptiveRound(Round):
         control: Control,
         body: Body,
         live: Bool[Array, "r"],
-        rate: Float[Array, ""],
+        second: Float[Array, ""],
     ) -> tuple[Rows, Pool, Trajectory, Control]:
-        """One round of a body; `rate` are the tokens per second that it promises."""
+        """One round of a body; `second` is what a second of it is worth (`control.worth_of_a_second`)."""
         depth = body.depth(self.config.draft_length)
         if depth == 0:
             judged = self.judge_alone(params, rows, pool, live)
@@ -216,7 +216,7 @@ class AdaptiveRound(Round):
             )
             return self.wait(after, judged, rows), pool.with_cache(cache), trajectory, control
         rows = self.catch_up(params, draft_params, rows)
-        dealt = self.deal(params, draft_params, rows, trajectory, control, body, live, rate)
+        dealt = self.deal(params, draft_params, rows, trajectory, control, body, live, second)
         judged = self.judge_dealt(params, rows, pool, body, dealt, live)
         after, cache, trajectory = self.conclude(params, draft_params, rows, trajectory, judged, dealt.lengths)
         emitted = after.length - rows.length

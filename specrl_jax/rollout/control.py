@@ -1,14 +1,18 @@
 """Which round comes next: how many rows, how many tokens, and whose.
 
-Speculation pays while a round's tokens per second rise with its drafts. `Control` holds what
+Speculation pays while the rows' seconds per token fall with a round's drafts. `Control` holds what
 is needed to tell: seconds of every compiled round (a `Body`, known by its rows and tokens), and how
 often drafts have been accepted, by the drafter's confidence, by depth and by row. It is data, not code: the
 same program runs under any cost table, and a table that is saved and restored decides alike.
 
-1. Before a round, every body is valued by the tokens expected of it, with the rows' records.
+What is made small is the mean over rows of seconds per token: a row that expects `x` tokens of a round needs `1 / x`
+rounds for each. Tokens per second of all rows together would send the drafts to the surest rows, and a batch ends
+with its slowest.
+
+1. Before a round, every body is valued by the tokens expected of each row, with the rows' records.
 2. While drafting, a row's survival is the product of what drafts of that confidence have been
    accepted; drafting stops when the next draft is not worth its time.
-3. The tokens of the body go to the drafts that are likeliest to survive, whatever row they are of.
+3. The tokens of the body go to the drafts that save most, whatever row they are of.
 """
 
 from dataclasses import dataclass, replace
@@ -137,30 +141,37 @@ def row_acceptance(control: Control, record: Float[Array, "r 2"]) -> Float[Array
     return (record[:, 1] + _PRIOR * overall) / (record[:, 0] + _PRIOR)
 
 
-def _worth_of_drafts(
+def _saved(survival: Float[Array, "r k"]) -> Float[Array, "r k"]:
+    """Rounds per token that each draft saves its row: `1 / x - 1 / (x + survival)`, `x` tokens expected without it."""
+    before = 1.0 + jnp.cumsum(survival, axis=1) - survival
+    return survival / (before * (before + survival))
+
+
+def _saved_by_drafts(
     control: Control, depth: int, live: Bool[Array, "r"], record: Float[Array, "r 2"]
 ) -> Float[Array, "d"]:
-    """Tokens expected of the best 1, 2, ... drafts, dealt to the rows as their records advise, `depth` of a row."""
+    """Rounds per token, summed over rows, that the best 1, 2, ... drafts save, `depth` of a row, as records advise."""
     rows = jnp.where(live, row_acceptance(control, record), 0.0)
     factor = depth_factor(control, jnp.arange(depth, dtype=jnp.int32))
     acceptance = jnp.minimum(rows[:, None] * factor[None], _MOST)
-    return jnp.cumsum(-jnp.sort(-jnp.cumprod(acceptance, axis=1).reshape(-1)))
+    return jnp.cumsum(-jnp.sort(-_saved(jnp.cumprod(acceptance, axis=1)).reshape(-1)))
 
 
-def _expected_tokens(body: Body, worth: Float[Array, "d"], live: Bool[Array, "r"]) -> Float[Array, ""]:
-    """Tokens that a round of a body emits; `worth` is of its depth."""
+def _rounds_per_token(body: Body, saved: Float[Array, "d"], live: Bool[Array, "r"]) -> Float[Array, ""]:
+    """Rounds of a body that live rows need for a token, summed over them; `saved` is of its depth."""
     count = jnp.sum(live, dtype=jnp.int32)
-    drafts = jnp.clip(body.tokens - count, 0, worth.shape[0])
-    gained = worth.at[drafts - 1].get(mode="clip") if worth.shape[0] else jnp.float32(0.0)
-    return count.astype(jnp.float32) + jnp.where(drafts > 0, gained, 0.0)
+    drafts = jnp.clip(body.tokens - count, 0, saved.shape[0])
+    gained = saved.at[drafts - 1].get(mode="clip") if saved.shape[0] else jnp.float32(0.0)
+    return count.astype(jnp.float32) - jnp.where(drafts > 0, gained, 0.0)
 
 
-def promised_rate(
+def worth_of_a_second(
     control: Control, index: int, body: Body, longest: int, live: Bool[Array, "r"], record: Float[Array, "r 2"]
 ) -> Float[Array, ""]:
-    """Tokens per second that body number `index` promises, without what the context costs."""
-    worth = _worth_of_drafts(control, body.depth(longest), live, record)
-    return _expected_tokens(body, worth, live) / control.seconds[index]
+    """Rounds per token, summed over rows, that a round of body number `index` must save for a second that it lasts
+    longer; without what the context costs."""
+    saved = _saved_by_drafts(control, body.depth(longest), live, record)
+    return _rounds_per_token(body, saved, live) / control.seconds[index]
 
 
 def choose_body(
@@ -173,7 +184,7 @@ def choose_body(
     now: Int[Array, ""],
     able: Bool[Array, "r"] | None = None,
 ) -> Int[Array, ""]:
-    """The body of the most expected tokens per second; the current one unless another is clearly better.
+    """The body of the fewest expected seconds per token; the current one unless another is clearly better.
 
     Args:
         control, bodies, longest: cost table, what it is of, and drafts of a row at most.
@@ -183,15 +194,15 @@ def choose_body(
     """
     drafting = live if able is None else live & able
     # Bodies of one depth share a sort.
-    worth = {
-        d: _worth_of_drafts(control, d, drafting, record) for d in sorted({body.depth(longest) for body in bodies})
+    saved = {
+        d: _saved_by_drafts(control, d, drafting, record) for d in sorted({body.depth(longest) for body in bodies})
     }
-    tokens = jnp.stack([_expected_tokens(body, worth[body.depth(longest)], live) for body in bodies])
+    rounds = jnp.stack([_rounds_per_token(body, saved[body.depth(longest)], live) for body in bodies])
     fits = jnp.array([body.rows for body in bodies], jnp.int32) >= jnp.sum(live)
     seconds = control.seconds + control.per_slot * slots.astype(jnp.float32)
-    rate = jnp.where(fits, tokens / seconds, 0.0)
-    best = jnp.argmax(rate).astype(jnp.int32)
-    stay = (now >= 0) & (rate[now] * (1.0 + _SWITCH) >= rate[best]) & fits[now]
+    wait = jnp.where(fits, rounds * seconds, jnp.inf)
+    best = jnp.argmin(wait).astype(jnp.int32)
+    stay = (now >= 0) & (wait[now] <= wait[best] * (1.0 + _SWITCH)) & fits[now]
     return jnp.where(stay, now, best)
 
 
@@ -200,24 +211,25 @@ def worth_another_step(
     survival: Float[Array, "r k"],
     step: Int[Array, ""],
     budget: Int[Array, ""],
-    rate: Float[Array, ""],
+    second: Float[Array, ""],
 ) -> Bool[Array, ""]:
-    """Whether one more draft of every row, after `step` of them, is worth its time at this many tokens per second.
+    """Whether one more draft of every row, after `step` of them, is worth its time, a second being worth `second`.
 
-    The next drafts survive a little less than the last. No more than `budget` are verified, so that what they gain is
-    what they add to the likeliest of `survival` (0 for drafts not made).
+    The next drafts survive a little less than the last. No more than `budget` are verified, so that what they save is
+    what they add to the best of `survival` (0 for drafts not made).
     """
-    drafted = survival.reshape(-1)
+    drafted = _saved(survival).reshape(-1)
     acceptance = overall_acceptance(control) * depth_factor(control, step)
-    further = jnp.minimum(acceptance, _MOST) * survival[:, step - 1]
+    after = jnp.minimum(acceptance, _MOST) * survival[:, step - 1]
+    further = _saved(jnp.concatenate([survival, after[:, None]], axis=1))[:, -1]
     kept = jnp.sort(-jnp.concatenate([drafted, further]))[: drafted.shape[0]] - jnp.sort(-drafted)
     gain = -jnp.sum(jnp.where(jnp.arange(kept.shape[0], dtype=jnp.int32) < budget, kept, 0.0))
-    return gain > rate * control.per_step
+    return gain > second * control.per_step
 
 
 def allocate(survival: Float[Array, "r k"], budget: Int[Array, ""]) -> Int[Array, "r"]:
-    """Drafts of each row, `budget` in all: those likeliest to survive. Survival falls along a row; 0 is no draft."""
-    flat = survival.reshape(-1)
+    """Drafts of each row, `budget` in all: those that save most. Survival falls along a row; 0 is no draft."""
+    flat = _saved(survival).reshape(-1)
     rank = jnp.argsort(jnp.argsort(-flat, stable=True), stable=True)
     taken = (rank < budget) & (flat > 0.0)
     return jnp.sum(taken.reshape(survival.shape), axis=1, dtype=jnp.int32)

@@ -7,10 +7,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from test_grpo import POLICY, VOCAB, autoregressive, initial, make_program, scanned, sha
+from test_mtp_layouts import ATTACHED
 from tiny import assert_same
 
 from specrl_jax.drafters.block_params import BlockConfig
 from specrl_jax.drafters.heads import drafter_for_head, init_head
+from specrl_jax.drafters.mtp_attached import attached_config
 from specrl_jax.drafters.mtp_dialects import mtp_config
 from specrl_jax.drafters.small_policy import SmallPolicyDrafter
 from specrl_jax.drafters.suffix import SuffixDrafter
@@ -21,7 +23,7 @@ BACKBONE = dataclasses.replace(POLICY, num_layers=1, tie_embeddings=False)
 HEADS = {
     "mtp": mtp_config(POLICY),
     "block": BlockConfig(BACKBONE, VOCAB - 2, (0, 2), block_size=3, mask_token_id=3, markov_rank=3, confidence=True),
-}
+} | {layout: attached_config(POLICY, layout, None, experts=4) for layout in ATTACHED}
 
 
 def two_steps(program, drafter, draft, **changes):
@@ -41,7 +43,7 @@ def two_steps(program, drafter, draft, **changes):
 def test_a_head_changes_neither_tokens_nor_policy(kind):
     config, program = HEADS[kind], make_program(3)
     # Of the block head two tokens are left out, and the others stand in another order.
-    ids = None if kind == "mtp" else np.random.default_rng(0).permutation(VOCAB)[: VOCAB - 2]
+    ids = None if kind != "block" else np.random.default_rng(0).permutation(VOCAB)[: VOCAB - 2]
     head = init_head(jax.random.key(1), config, initial()[0], ids)
     drafting = dataclasses.replace(program.step.drafting, head=config)
     state, metrics = two_steps(program, drafter_for_head(config), head, drafting=drafting)

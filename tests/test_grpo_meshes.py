@@ -1,5 +1,6 @@
 """The GRPO step on every kind of mesh: the tokens and the movement of the parameters of one device."""
 
+import dataclasses
 import functools
 import re
 
@@ -13,10 +14,12 @@ from test_grpo import EvenSum
 from test_rollout_programs import COLLECTIVE, instructions_in_loops
 from tiny import PLAIN, tiny_params
 
+from specrl_jax.drafters.block_params import BlockConfig
 from specrl_jax.drafters.draft_losses import DraftLossConfig
-from specrl_jax.drafters.eagle3 import Eagle3Drafter
 from specrl_jax.drafters.eagle3_params import Eagle3Config, init_eagle3
+from specrl_jax.drafters.heads import drafter_for_head, init_head
 from specrl_jax.models.config import PolicyConfig
+from specrl_jax.models.policy import head_weights
 from specrl_jax.parallel.mesh import MeshConfig, make_mesh
 from specrl_jax.parallel.sharding import ROWS, over_mesh
 from specrl_jax.rl import grpo
@@ -38,6 +41,8 @@ pytestmark = pytest.mark.ci
 VOCAB = 24
 POLICY = PolicyConfig("qwen3", VOCAB, 32, 64, num_layers=2, num_heads=8, num_kv_heads=2, head_dim=8)
 HEAD = Eagle3Config(32, 64, 8, 2, 8, VOCAB, VOCAB, (0, 1, 2), 32)
+BACKBONE = dataclasses.replace(POLICY, num_layers=1, tie_embeddings=False)
+BLOCK = BlockConfig(BACKBONE, VOCAB - 2, (0, 2), block_size=3, mask_token_id=3, markov_rank=3, confidence=True)
 LAW = SamplingLaw(1.0, end_ids=(3,))
 MESHES = {"8x1x1": (8, 1, 1), "4x2x1": (4, 2, 1), "2x2x2": (2, 2, 2), "1x1x8": (1, 1, 8)}
 GROUPS, SAMPLES, STEPS = 8, 4, 3
@@ -49,11 +54,11 @@ def initial():
     return params, init_eagle3(jax.random.key(1), HEAD, policy=params)
 
 
-def make_program(mesh, *, optimizer=None, remat=False):
-    engine = RolloutEngine(POLICY, RolloutConfig(10, SAMPLES, 2, LAW), PLAIN, Eagle3Drafter(HEAD))
+def make_program(mesh, *, optimizer=None, remat=False, head=HEAD):
+    engine = RolloutEngine(POLICY, RolloutConfig(10, SAMPLES, 2, LAW), PLAIN, drafter_for_head(head))
     scorer = Scorer(POLICY, LAW, PLAIN, remat)
     loss = DraftLossConfig(2)
-    drafting = DraftTraining(scorer, HEAD, loss, OptimizerConfig(1e-3), MicrobatchConfig(2, (1.0,)))
+    drafting = DraftTraining(scorer, head, loss, OptimizerConfig(1e-3), MicrobatchConfig(2, (1.0,)))
     update = UpdateConfig(
         LossConfig(clip_high=0.28),
         optimizer or OptimizerConfig(1e-3),
@@ -64,9 +69,9 @@ def make_program(mesh, *, optimizer=None, remat=False):
     return GrpoProgram(step, make_mesh(MeshConfig(*mesh)), GROUPS, EvenSum(VOCAB))
 
 
-def first_state(program):
-    params, draft = initial()
-    return program.place(program.step.init(params, draft))
+def first_state(program, draft=None):
+    params, own = initial()
+    return program.place(program.step.init(params, draft or own))
 
 
 def run(mesh, steps=STEPS):
@@ -74,6 +79,16 @@ def run(mesh, steps=STEPS):
     program = make_program(mesh)
     state, (metrics, trajectories, _) = program.scanned(steps)(first_state(program))
     return jax.device_get((state.params, state.draft.weights, metrics, trajectories))
+
+
+def run_block_head(mesh):
+    """Parameters, whole head and tokens of one step with a block head, whose output rows are some of the policy's."""
+    params, _ = initial()
+    ids = np.random.default_rng(0).permutation(VOCAB)[: BLOCK.draft_vocab_size]
+    program = make_program(mesh, head=BLOCK)
+    state = first_state(program, init_head(jax.random.key(1), BLOCK, params, ids))
+    state, (_, trajectories, _) = program.scanned(1)(state)
+    return jax.device_get((state.params, state.draft, trajectories.tokens))
 
 
 @functools.lru_cache
@@ -116,6 +131,15 @@ def test_three_steps_move_the_parameters_as_on_one_device(name):
     assert moved_apart(draft, expected_draft, head.weights) <= 1e-3
     np.testing.assert_allclose(metrics["loss"], expected_metrics["loss"], rtol=1e-4, atol=1e-6)
     assert trajectories.stats.steps.tolist() == expected.stats.steps.tolist()
+
+
+def test_the_output_rows_of_a_head_follow_a_policy_that_is_split():
+    params, draft, tokens = run_block_head(MESHES["2x2x2"])
+    _, expected, alone = run_block_head((1, 1, 1))
+    np.testing.assert_array_equal(tokens, alone)
+    np.testing.assert_array_equal(draft.lm_head, head_weights(jax.tree.map(jnp.asarray, params))[1][draft.target_ids])
+    np.testing.assert_allclose(draft.lm_head, expected.lm_head, rtol=0, atol=2e-5)
+    assert moved_apart(draft.weights, expected.weights, jax.tree.map(np.zeros_like, expected.weights)) <= 1e-3
 
 
 @pytest.mark.parametrize("name", MESHES)

@@ -26,18 +26,20 @@ from experiments.outputs import check_output, markdown_table, open_output, prove
 from experiments.seeds import grouped, mean_over_seeds, over_seeds
 from experiments.train_options import Config as GrpoConfig
 from experiments.train_options import DraftHead, grpo_arm
+from specrl_jax.drafters.small_policy import SmallPolicyDrafter
 from specrl_jax.errors import InputError
 from specrl_jax.training.acceptance_plots import draw_adaptation
 from specrl_jax.training.metrics import read_metrics, write_json
 
 SCRIPT = "online_adaptation"
 FROZEN, ONLINE = "frozen", "online"
+OTHER = "other"  # the second head
 # Acceptance lengths at three drafts, RL-Zero and RL-Think; the other head learned from chat (tables 3 and 4).
 PAPER = {
     ("given", FROZEN): (3.32, 2.77),
     ("given", ONLINE): (3.29, 2.74),
-    ("other", FROZEN): (2.88, 2.40),
-    ("other", ONLINE): (3.04, 2.55),
+    (OTHER, FROZEN): (2.88, 2.40),
+    (OTHER, ONLINE): (3.04, 2.55),
 }
 _WATCHED = 1e-6  # weight of the KL penalty, which the reports of KL come with
 
@@ -70,7 +72,7 @@ class Config(GrpoConfig):
     def heads(self) -> dict[str, str | None]:
         """Heads that every run begins with, by name; None is made by the first."""
         heads = {"given" if self.drafter else "own": self.drafter}
-        return heads | ({"other": self.other_drafter} if self.other_drafter else {})
+        return heads | ({OTHER: self.other_drafter} if self.other_drafter else {})
 
     @property
     def arms(self) -> dict[str, DraftHead]:
@@ -109,11 +111,12 @@ def measure(config: Config, seed: int, out: Path) -> list[dict[str, Any]]:
     begin: dict[str, Any] = {}
     rows = []
     for (head, drafter), (name, draft) in itertools.product(config.heads.items(), config.arms.items()):
-        folder = out / "arms" / f"{head}_{re.sub('[^a-z0-9.]+', '_', name)}_{seed}"
+        label = name if head != OTHER else f"{OTHER}, {name}"
+        folder = out / "arms" / f"{re.sub('[^a-z0-9.]+', '_', label)}_{seed}"
         begin = begin | ({"drafter": drafter} if drafter else {})
         train_grpo.main(run_of(config, seed, folder, draft=draft, **begin))
         if config.drafter is None:
-            first = out / "arms" / f"own_{FROZEN}_{seed}"
+            first = out / "arms" / f"{FROZEN}_{seed}"
             begin = {"policy": config.policy or str(first / "warmup"), "drafter": str(first / "drafter")}
         for row in read_metrics(folder):
             if "acceptance_length" in row:
@@ -125,21 +128,34 @@ def measure(config: Config, seed: int, out: Path) -> list[dict[str, Any]]:
 
 def paper_lengths(head: str, arm: str) -> tuple[float | None, float | None]:
     """NVIDIA's acceptance lengths of RL-Zero and RL-Think; None where there are none."""
-    return PAPER.get(("other" if head == "other" else "given", arm), (None, None))
+    return PAPER.get((OTHER if head == OTHER else "given", arm), (None, None))
 
 
-def gap_closed(table: list[dict[str, Any]]) -> float | None:
-    """Share of the lead of the one head over the other, both frozen, that the other makes up; None of one head."""
-    late = {(row["head"], row["arm"]): row["acceptance_length"] for row in table}
-    if ("other", FROZEN) not in late:
-        return None
-    lead = late["given", FROZEN] - late["other", FROZEN]
-    return float((late["other", ONLINE] - late["other", FROZEN]) / lead) if lead else float("nan")
+def late_of(run: list[dict[str, Any]], steps: int) -> float:
+    """Acceptance length of the last quarter of a run's steps."""
+    return float(np.mean([row["acceptance_length"] for row in run[steps - max(1, steps // 4) :]]))
+
+
+def gap_closed(found: list[dict[str, Any]], steps: int) -> tuple[float, float] | None:
+    """Share of the lead of the one head over the other, both frozen, that the other makes up; None without a lead.
+
+    Mean over seeds, and half of its 95% interval.
+    """
+    late = {key: late_of(run, steps) for key, run in grouped(found, "seed", "head", "arm").items()}
+    shares = []
+    for seed in dict.fromkeys(row["seed"] for row in found):
+        if (seed, OTHER, FROZEN) not in late:
+            return None
+        begun = late[seed, OTHER, FROZEN]
+        lead = late[seed, "given", FROZEN] - begun
+        if lead <= 0.0:
+            return None
+        shares.append((late[seed, OTHER, ONLINE] - begun) / lead)
+    return mean_over_seeds(shares)
 
 
 def summed_up(config: Config, found: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Means over seeds."""
-    late = config.steps - max(1, config.steps // 4)
     table = []
     for (head, name), own in grouped(found, "head", "arm").items():
         runs = list(grouped(own, "seed").values())
@@ -148,7 +164,7 @@ def summed_up(config: Config, found: list[dict[str, Any]]) -> list[dict[str, Any
         for label, values in (
             ("start", [one[0] for one in lengths]),
             ("worst", [min(one) for one in lengths]),
-            ("acceptance_length", [float(np.mean(one[late:])) for one in lengths]),
+            ("acceptance_length", [late_of(run, config.steps) for run in runs]),
         ):
             row[label], row[f"{label}_ci95"] = mean_over_seeds(values)
         trained = [1.0 if row["draft_updated"] is None else row["draft_updated"] for run in runs for row in run]
@@ -166,7 +182,9 @@ def main(config: Config) -> None:
     config.check()
     check_output(config.run, SCRIPT, other_drafter=config.other_drafter, **config.inputs)
     for drafter in config.heads.values():  # refuses what cannot be run
-        train_grpo.open_session(run_of(config, config.run.seed, config.run.out / "none", drafter=drafter))
+        session = train_grpo.open_session(run_of(config, config.run.seed, config.run.out / "none", drafter=drafter))[0]
+        if isinstance(session.drafter, SmallPolicyDrafter):
+            raise InputError(f"{drafter} is a policy, which is not trained while it drafts; give a draft head")
     out = open_output(config.run, config, SCRIPT)
     found = over_seeds(
         config.run.seed,
@@ -176,10 +194,14 @@ def main(config: Config) -> None:
     )
     table, source = summed_up(config, found), provenance(config.run.seed) | {"policy": config.policy or "from nothing"}
     write_results(out, table, "Online adaptation", source)
-    write_json(out / "summary.json", {"gap_closed": gap_closed(table), "by_step": found} | source)
+    closed = gap_closed(found, config.steps)
+    share = None if closed is None else {"mean": closed[0], "ci95": closed[1]}
+    write_json(out / "summary.json", {"gap_closed": share, "by_step": found} | source)
     labelled = [row | {"arm": f"{row['head']} head, {row['arm']}"} for row in found]
     draw_adaptation(labelled).savefig(out / "online_adaptation.png", dpi=120)
     print(markdown_table(table), flush=True)
+    if closed is not None:
+        print(f"online training closes {closed[0]:.2f} ± {closed[1]:.2f} of the gap", flush=True)
 
 
 if __name__ == "__main__":

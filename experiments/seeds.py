@@ -11,7 +11,7 @@ from experiments.common import progress
 _T975 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
 
 
-def mean_over_seeds(values: Sequence[float]) -> tuple[float, float]:
+def mean_over_seeds(values: Sequence[float] | np.ndarray) -> tuple[float, float]:
     """Mean, and half of its 95% interval by Student's t distribution; NaN for a single seed."""
     count = len(values)
     if count < 2:
@@ -34,14 +34,22 @@ def over_seeds(
 
 
 def acceptance_over_seeds(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Means of `acceptance_figures` of several seeds; `ci95` is of the mean over them, of one seed that over rounds."""
+    """Means of `acceptance_figures` of several seeds; `ci95` is of the mean over them, of one seed that over rounds.
+
+    How many drafts of a depth are accepted is the mean over the seeds that came so far.
+    """
     length, half_width = mean_over_seeds([row["acceptance_length"] for row in rows])
-    depths = [mean_over_seeds(values) for values in zip(*(row["conditional_acceptance"] for row in rows), strict=True)]
+    survival = np.array([row["survival_per_position"] for row in rows])
+    reached = np.pad(survival, ((0, 0), (1, 0)), constant_values=1.0)[:, :-1] > 0.0
+    accepted = np.array([row["conditional_acceptance"] for row in rows])
+    depths = [
+        mean_over_seeds(accepted[reached[:, d], d] if reached[:, d].any() else [0.0]) for d in range(len(accepted[0]))
+    ]
     return {
         "acceptance_length": length,
         "ci95": half_width if len(rows) > 1 else rows[0]["ci95"],
         "tokens_per_forward": float(np.mean([row["tokens_per_forward"] for row in rows])),
-        "survival_per_position": np.mean([row["survival_per_position"] for row in rows], axis=0).tolist(),
+        "survival_per_position": survival.mean(axis=0).tolist(),
         "conditional_acceptance": [mean for mean, _ in depths],
         "conditional_acceptance_ci95": [half for _, half in depths],
         "entropy": float(np.mean([row["entropy"] for row in rows])),

@@ -30,8 +30,8 @@ from specrl_jax.rollout.control import (
     learn,
     merge,
     overall_acceptance,
+    saved_per_second,
     worth_another_step,
-    worth_of_a_second,
 )
 from specrl_jax.rollout.engine import RolloutEngine
 from specrl_jax.rollout.rules import Block, Match
@@ -163,9 +163,9 @@ def test_a_draft_is_worth_what_it_adds_to_those_that_are_verified():
     control = initial_control(np.ones(1), per_step=0.1)
     none = jnp.zeros((2, 4), jnp.float32)
 
-    def worth(survival, budget, second):
+    def worth(survival, budget, per_second):
         drafted = none.at[:, :2].set(jnp.array(survival, jnp.float32))
-        return bool(worth_another_step(control, drafted, jnp.int32(2), jnp.int32(budget), jnp.float32(second)))
+        return bool(worth_another_step(control, drafted, jnp.int32(2), jnp.int32(budget), jnp.float32(per_second)))
 
     acceptance = float(overall_acceptance(control))  # at every depth, since nothing was learned
     even, uneven = [[0.8, 0.6], [0.8, 0.6]], [[0.9, 0.9], [0.3, 0.05]]
@@ -212,7 +212,7 @@ def test_what_deep_drafts_are_worth_is_learned_by_depth():
         accepted, lengths = jnp.full((8,), 2, jnp.int32), jnp.full((8,), 3, jnp.int32)
         control, record = learn(control, record, jnp.full((8, 3), 0.7), lengths, accepted, live)
     assert choice(control) == 1
-    rounds = float(worth_of_a_second(control, 2, bodies[2], 3, live, record)) * 1.02
+    rounds = float(saved_per_second(control, 2, bodies[2], 3, live, record)) * 1.02
     np.testing.assert_allclose(rounds, 8 / 3.0, rtol=0.02)
 
 

@@ -6,6 +6,7 @@ import pytest
 from scripts import SCRIPTS, refusal, run_script, write_models
 
 from experiments.online_adaptation import gap_closed
+from experiments.seeds import acceptance_over_seeds
 
 ci, full = pytest.mark.ci, pytest.mark.full
 
@@ -121,10 +122,45 @@ def test_a_second_head_adapts_beside_the_first(monkeypatch, tmp_path, models):
 
 @ci
 def test_the_share_of_the_gap_that_is_closed():
-    lengths = {("given", "frozen"): 1.9, ("given", "online"): 2.0, ("other", "frozen"): 1.4, ("other", "online"): 1.7}
-    table = [{"head": head, "arm": arm, "acceptance_length": x} for (head, arm), x in lengths.items()]
-    assert gap_closed(table) == pytest.approx(0.6)
-    assert gap_closed(table[:2]) is None
+    """Of the last quarter of the steps, seed by seed."""
+    late = {("given", "frozen"): 1.9, ("given", "online"): 2.0, ("other", "frozen"): 1.4}
+    found = []
+    for seed, online in ((0, 1.7), (1, 1.5)):
+        for (head, arm), length in (late | {("other", "online"): online}).items():
+            lengths = [1.0, 1.0, 1.0, length]
+            found += [{"seed": seed, "head": head, "arm": arm, "acceptance_length": x} for x in lengths]
+    mean, half_width = gap_closed(found, 4)
+    assert mean == pytest.approx(0.4)
+    assert half_width == pytest.approx(12.706 * 0.2, rel=1e-3)
+    assert gap_closed([row for row in found if row["head"] == "given"], 4) is None
+
+
+@ci
+def test_depths_that_a_seed_never_reached_do_not_count():
+    shared = {"tokens_per_forward": 1.0, "entropy": 1.0, "ci95": 0.1}
+    near = {"acceptance_length": 1.5, "survival_per_position": [0.5, 0.0], "conditional_acceptance": [0.5, 0.0]}
+    none = {"acceptance_length": 1.0, "survival_per_position": [0.0, 0.0], "conditional_acceptance": [0.0, 0.0]}
+    means = acceptance_over_seeds([near | shared, none | shared])
+    assert means["acceptance_length"] == 1.25
+    assert means["survival_per_position"] == [0.25, 0.0]
+    assert means["conditional_acceptance"] == [0.25, 0.0]
+    assert acceptance_over_seeds([none | shared])["conditional_acceptance"] == [0.0, 0.0]
+
+
+@full
+def test_a_small_policy_has_no_place_in_a_table_of_training(monkeypatch, capsys, tmp_path, models):
+    argv = (
+        "--preset",
+        "smoke",
+        "--policy",
+        models / "policy",
+        "--drafter",
+        models / "policy",
+        "--out",
+        tmp_path / "out",
+    )
+    assert "is a policy, which is not trained" in refusal(monkeypatch, capsys, SCRIPTS["online_adaptation"], *argv)
+    assert not (tmp_path / "out").exists()
 
 
 @full

@@ -89,7 +89,7 @@ class AdaptiveRound(Round):
         control: Control,
         body: Body,
         live: Bool[Array, "r"],
-        second: Float[Array, ""],
+        per_second: Float[Array, ""],
     ) -> Dealt:
         """Draft until it is no longer worth it, and choose which drafts are verified."""
         drafter, embed, depth = self.chain_drafter, params.embed, body.depth(self.config.draft_length)
@@ -113,7 +113,7 @@ class AdaptiveRound(Round):
 
         def more(state: Any) -> Bool[Array, ""]:
             step, _, _, _, survival = state
-            return (step < depth) & worth_another_step(control, survival, step, budget, second)
+            return (step < depth) & worth_another_step(control, survival, step, budget, per_second)
 
         def another(state: Any) -> Any:
             step, carry, tokens, confidence, survival = state
@@ -205,9 +205,9 @@ class AdaptiveRound(Round):
         control: Control,
         body: Body,
         live: Bool[Array, "r"],
-        second: Float[Array, ""],
+        per_second: Float[Array, ""],
     ) -> tuple[Rows, Pool, Trajectory, Control]:
-        """One round of a body; `second` is what a second of it is worth (`control.worth_of_a_second`)."""
+        """One round of a body; `per_second`: see `control.saved_per_second`."""
         depth = body.depth(self.config.draft_length)
         if depth == 0:
             judged = self.judge_alone(params, rows, pool, live)
@@ -216,7 +216,7 @@ class AdaptiveRound(Round):
             )
             return self.wait(after, judged, rows), pool.with_cache(cache), trajectory, control
         rows = self.catch_up(params, draft_params, rows)
-        dealt = self.deal(params, draft_params, rows, trajectory, control, body, live, second)
+        dealt = self.deal(params, draft_params, rows, trajectory, control, body, live, per_second)
         judged = self.judge_dealt(params, rows, pool, body, dealt, live)
         after, cache, trajectory = self.conclude(params, draft_params, rows, trajectory, judged, dealt.lengths)
         emitted = after.length - rows.length

@@ -39,7 +39,7 @@ _KEPT = 0.95  # of what was learned, from rollout to rollout
 _HOPE = (32.0, 0.9 * 32.0)
 _BELIEF = (np.full(BINS, 2.0), 2.0 * (np.arange(BINS) + 0.5) / BINS)  # two drafts of every confidence, judged by it
 _MOST = 0.99  # no draft is taken to be surer
-_SWITCH = 0.02  # another body must promise so much more before the loop is left
+_SWITCH = 0.02  # another body must cost so much less before the loop is left
 
 
 @dataclass(frozen=True)
@@ -165,7 +165,7 @@ def _rounds_per_token(body: Body, saved: Float[Array, "d"], live: Bool[Array, "r
     return count.astype(jnp.float32) - jnp.where(drafts > 0, gained, 0.0)
 
 
-def worth_of_a_second(
+def saved_per_second(
     control: Control, index: int, body: Body, longest: int, live: Bool[Array, "r"], record: Float[Array, "r 2"]
 ) -> Float[Array, ""]:
     """Rounds per token, summed over rows, that a round of body number `index` must save for a second that it lasts
@@ -211,20 +211,20 @@ def worth_another_step(
     survival: Float[Array, "r k"],
     step: Int[Array, ""],
     budget: Int[Array, ""],
-    second: Float[Array, ""],
+    per_second: Float[Array, ""],
 ) -> Bool[Array, ""]:
-    """Whether one more draft of every row, after `step` of them, is worth its time, a second being worth `second`.
+    """Whether one more draft of every row, after `step` of them, is worth its time.
 
     The next drafts survive a little less than the last. No more than `budget` are verified, so that what they save is
-    what they add to the best of `survival` (0 for drafts not made).
+    what they add to the best of `survival` (0 for drafts not made). per_second: what they must save for every second.
     """
-    drafted = _saved(survival).reshape(-1)
     acceptance = overall_acceptance(control) * depth_factor(control, step)
     after = jnp.minimum(acceptance, _MOST) * survival[:, step - 1]
-    further = _saved(jnp.concatenate([survival, after[:, None]], axis=1))[:, -1]
+    saved = _saved(jnp.concatenate([survival, after[:, None]], axis=1))
+    drafted, further = saved[:, :-1].reshape(-1), saved[:, -1]
     kept = jnp.sort(-jnp.concatenate([drafted, further]))[: drafted.shape[0]] - jnp.sort(-drafted)
     gain = -jnp.sum(jnp.where(jnp.arange(kept.shape[0], dtype=jnp.int32) < budget, kept, 0.0))
-    return gain > second * control.per_step
+    return gain > per_second * control.per_step
 
 
 def allocate(survival: Float[Array, "r k"], budget: Int[Array, ""]) -> Int[Array, "r"]:

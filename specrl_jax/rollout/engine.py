@@ -24,7 +24,7 @@ from jaxtyping import Array, Bool, Int, UInt32
 from specrl_jax.data.prompts import Prompts
 from specrl_jax.drafters.protocol import can_draft
 from specrl_jax.models.params import PolicyParams
-from specrl_jax.rollout.control import Body, Control, choose_body, worth_of_a_second
+from specrl_jax.rollout.control import Body, Control, choose_body, saved_per_second
 from specrl_jax.rollout.pool import Pool, grow, leave, occupancy
 from specrl_jax.rollout.queue import Batch, SequenceQueue
 from specrl_jax.rollout.round import Judged
@@ -53,9 +53,9 @@ class RolloutEngine(SequenceQueue):
         rows, pool, live, batch = self._grown(batch, body.depth(self.config.draft_length) + 1)
         assert control is not None
         assert rows.record is not None
-        second = worth_of_a_second(control, index, body, self.config.draft_length, live, rows.record)
+        per_second = saved_per_second(control, index, body, self.config.draft_length, live, rows.record)
         after, pool, trajectory, control = self.adaptive_round(
-            params, draft_params, rows, pool, batch.trajectory, control, body, live, second
+            params, draft_params, rows, pool, batch.trajectory, control, body, live, per_second
         )
         used = trajectory.stats.bodies.at[index].add(1)
         trajectory = replace(trajectory, stats=replace(trajectory.stats, bodies=used))

@@ -71,8 +71,12 @@ def response_metrics(
 
 
 def acceptance_figures(trajectory: Trajectory) -> dict[str, Any]:
-    """What a table of acceptance says of a trajectory on the host; `ci95` is that of the acceptance length."""
+    """What a table of acceptance says of a trajectory on the host; `ci95` is that of the acceptance length.
+
+    Without a round that had drafts and was not cut, nothing survives.
+    """
     length, half_width = acceptance_interval(trajectory.stats)
-    metrics = response_metrics(trajectory)
+    nothing = [0.0] * len(trajectory.stats.accepted_at)
+    metrics = {"survival_per_position": nothing, "conditional_acceptance": nothing} | response_metrics(trajectory)
     names = ("tokens_per_forward", "survival_per_position", "conditional_acceptance", "entropy", "response_tokens")
     return {"acceptance_length": length, "ci95": half_width} | {name: metrics.get(name) for name in names}

@@ -146,9 +146,12 @@ def rollout_table() -> str:
     for path in sorted(SPEED.glob("rollout_*.json")):
         for row in _read(path)["rows"]:
             synthetic, share = row["synthetic_survival"], row.get("share_of_floor")
+            workload = row.get("workload", "random")
+            if workload == "jsonl":  # which one, the file's name says
+                workload = path.stem.split("_")[1]
             rows.append(
                 {
-                    "workload": f"synthetic, {synthetic:g}" if synthetic else row.get("workload", "random"),
+                    "workload": f"synthetic, {synthetic:g}" if synthetic else workload,
                     "branchy prompts": row.get("branchy"),
                     "rows": row["rows"],
                     "lengths": row["lengths"],

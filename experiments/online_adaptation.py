@@ -22,6 +22,7 @@ import numpy as np
 
 from experiments import train_grpo, train_options
 from experiments.common import check_least, run_main
+from experiments.draft_init import IN_DOMAIN, OTHER, PAPER
 from experiments.outputs import check_output, markdown_table, open_output, provenance, write_results
 from experiments.seeds import grouped, mean_over_seeds, over_seeds
 from experiments.train_options import Config as GrpoConfig
@@ -33,14 +34,6 @@ from specrl_jax.training.metrics import read_metrics, write_json
 
 SCRIPT = "online_adaptation"
 FROZEN, ONLINE = "frozen", "online"
-OTHER = "other"  # the second head
-# Acceptance lengths at three drafts, RL-Zero and RL-Think; the other head learned from chat (tables 3 and 4).
-PAPER = {
-    ("given", FROZEN): (3.32, 2.77),
-    ("given", ONLINE): (3.29, 2.74),
-    (OTHER, FROZEN): (2.88, 2.40),
-    (OTHER, ONLINE): (3.04, 2.55),
-}
 _WATCHED = 1e-6  # weight of the KL penalty, which the reports of KL come with
 
 
@@ -128,7 +121,8 @@ def measure(config: Config, seed: int, out: Path) -> list[dict[str, Any]]:
 
 def paper_lengths(head: str, arm: str) -> tuple[float | None, float | None]:
     """NVIDIA's acceptance lengths of RL-Zero and RL-Think; None where there are none."""
-    return PAPER.get((OTHER if head == OTHER else "given", arm), (None, None))
+    init, mode = OTHER if head == OTHER else IN_DOMAIN, {FROZEN: "offline", ONLINE: "adapted"}.get(arm, arm)
+    return PAPER.get((init, mode), (None, None))
 
 
 def late_of(run: list[dict[str, Any]], steps: int) -> float:

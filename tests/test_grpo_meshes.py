@@ -140,7 +140,7 @@ def test_the_output_rows_of_a_head_follow_a_policy_that_is_split():
     np.testing.assert_array_equal(draft.lm_head, head_weights(jax.tree.map(jnp.asarray, params))[1][draft.target_ids])
     np.testing.assert_allclose(draft.lm_head, expected.lm_head, rtol=0, atol=2e-5)
     assert np.abs(draft.lm_head - before.lm_head).max() > 1e-4
-    assert moved_apart(draft.weights, expected.weights, before.weights) <= 1e-2
+    assert moved_apart(draft.weights, expected.weights, before.weights) <= 1e-3
 
 
 @pytest.mark.parametrize("name", MESHES)

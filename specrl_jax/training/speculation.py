@@ -79,4 +79,4 @@ def acceptance_figures(trajectory: Trajectory) -> dict[str, Any]:
     nothing = [0.0] * len(trajectory.stats.accepted_at)
     metrics = {"survival_per_position": nothing, "conditional_acceptance": nothing} | response_metrics(trajectory)
     names = ("tokens_per_forward", "survival_per_position", "conditional_acceptance", "entropy", "response_tokens")
-    return {"acceptance_length": length, "ci95": half_width} | {name: metrics.get(name) for name in names}
+    return {"acceptance_length": length, "ci95": half_width} | {name: metrics[name] for name in names}

@@ -1,12 +1,12 @@
 """Where drafts should come from: every drafter beside the others, on the same prompts and with the same noise.
 
-For every seed an EAGLE-3 head and a block drafter are trained on the same rollouts of the policy. Then held-out prompts
-are answered twice. The first epoch is what suffix drafts may remember; the second is timed with every drafter, in turn:
-n-gram drafts (the text itself), suffix drafts (its siblings too; and the first epoch too), the heads, and EAGLE-3 with
-suffix drafts. Text drafters sit out rounds for which they find nothing; `tokens_per_forward` counts these, the
-acceptance length does not. `speedup` is over no drafts, and `paid_back` the number of such rollouts after which it has
-made up for the training of the head, rollouts included. Means over seeds with 95% intervals; beside them NVIDIA's
-(arXiv 2604.26779, Qwen3-8B, three drafts: generation of RL-Zero and RL-Think).
+For every seed an EAGLE-3 head, an MTP head and a block drafter are trained on the same rollouts of the policy. Then
+held-out prompts are answered twice. The first epoch is what suffix drafts may remember; the second is timed with every
+drafter, in turn: n-gram drafts (the text itself), suffix drafts (its siblings too; and the first epoch too), the heads,
+and EAGLE-3 with suffix drafts. Text drafters sit out rounds for which they find nothing; `tokens_per_forward` counts
+these, the acceptance length does not. `speedup` is over no drafts, and `paid_back` the number of such rollouts after
+which it has made up for the training of the head, rollouts included. Means over seeds with 95% intervals; beside them
+NVIDIA's (arXiv 2604.26779, Qwen3-8B, three drafts: generation of RL-Zero and RL-Think).
 """
 
 from collections.abc import Mapping
@@ -95,7 +95,7 @@ class Method:
 def heads_of(config: Config, model: Model) -> dict[str, HeadDrafter]:
     """The heads to be trained; InputError where one does not fit."""
     block = HeadOptions(kind="block", layers=1, block_size=max(2, config.eval_draft_length), confidence=False)
-    made = {EAGLE3: config.head, "block": block}
+    made = {EAGLE3: config.head, "MTP": HeadOptions(kind="mtp"), "block": block}
     return {name: train_draft.new_drafter(head, model, config.draft.vocab_size) for name, head in made.items()}
 
 

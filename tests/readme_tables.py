@@ -281,6 +281,7 @@ def draft_methods_table() -> str:
                 "drafts from": row["method"],
                 "parameters": row["parameters"] or None,
                 "acceptance length": _mean(row, "acceptance_length", "ci95"),
+                "tokens per forward": _mean(row, "tokens_per_forward"),
                 "speed-up": _mean(row, "speedup"),
                 "training (s)": f"{row['training_seconds']:.0f}" if row["training_seconds"] else None,
                 "paid back after (rollouts)": None if row["paid_back"] is None else f"{row['paid_back']:.0f}",

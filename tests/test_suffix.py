@@ -64,21 +64,22 @@ def by_hand(drafter, texts, history, sequence, drafts):
     if history is not None and row < len(history.count):
         others += [t[:n].tolist() for t, n in zip(history.tokens[row], history.lengths[row], strict=True)]
     places = []
-    for text in [own, *(tail + other for other in others if other)]:
+    for text, discount in [(own, 0), *((tail + other, drafter.discount) for other in others if other)]:
         for j in range(len(text) - 1):
             match = 0
             while match < min(drafter.longest, j + 1, len(own)) and text[j - match] == own[-1 - match]:
                 match += 1
-            places.append((match, text[j + 1 :]))
+            if match >= drafter.shortest:
+                places.append((match - discount, text[j + 1 :]))
     places = sorted(places, key=lambda place: -place[0])[: drafter.candidates]
-    votes = [(drafter.sharpness**match, follow) for match, follow in places if match >= drafter.shortest]
+    votes = [(drafter.sharpness**match, follow) for match, follow in places]
     found = []
     for step in range(drafts):
         count: dict[int, float] = {}
         for weight, follow in votes:
             if len(follow) > step and follow[:step] == found:
                 count[follow[step]] = count.get(follow[step], 0.0) + weight
-        if not count:
+        if not count or (step == 0 and max(count.values()) < drafter.sharpness**drafter.shortest * (1 - 1e-5)):
             return found
         found.append(max(count, key=count.__getitem__))
     return found
@@ -87,7 +88,8 @@ def by_hand(drafter, texts, history, sequence, drafts):
 @pytest.mark.parametrize("siblings", [True, False])
 @pytest.mark.parametrize("with_history", [True, False])
 @pytest.mark.parametrize("seed", range(3))
-def test_drafts_are_those_of_brute_force(seed, siblings, with_history):
+@pytest.mark.parametrize("discount", [0, 1, 3])
+def test_drafts_are_those_of_brute_force(discount, seed, siblings, with_history):
     texts, drafts = random_texts(seed), 4
     rng = np.random.default_rng(seed)
     history = None
@@ -96,7 +98,7 @@ def test_drafts_are_those_of_brute_force(seed, siblings, with_history):
         tokens, lengths = rng.integers(0, 3, (6, 2, 11)), rng.integers(0, 12, (6, 2))
         empty = init_history(np.arange(6), 2, 11)
         history = replace(empty, tokens=jnp.asarray(tokens, jnp.int32), lengths=jnp.asarray(lengths, jnp.int32))
-    drafter = SuffixDrafter(siblings=siblings, longest=5, candidates=200)
+    drafter = SuffixDrafter(siblings=siblings, longest=5, discount=discount, candidates=200)
     state = drafter.init_state(6, 1)
     chain = drafter.propose(history, jnp.zeros((1, 1)), state, texts, Tree.chain(drafts), likeliest).token
     carry, choice = drafter.begin(history, jnp.zeros((1, 1)), state, texts, drafts, likeliest)
@@ -235,6 +237,7 @@ def test_more_to_read_more_accepted():
 def test_bad_settings_are_refused():
     for field, value, sentence in (
         ("shortest", 0, "suffix drafter shortest is 0; it must be at least 1"),
+        ("discount", -1, "suffix drafter discount is -1; it must be at least 0"),
         ("longest", 1, "suffix drafter longest is 1, below shortest 2"),
         ("candidates", 0, "suffix drafter candidates is 0"),
         ("sharpness", 1.0, "suffix drafter sharpness is 1.0; choose more than 1"),

@@ -5,11 +5,14 @@ What a row has written last is looked for in its own prompt and response (n-gram
 decoding, Oliaro et al., arXiv 2411.04975, per prompt as in DAS, arXiv 2511.13841). There is no tree: every place
 is compared at once, and the `candidates` longest matches vote for what followed them.
 
-A vote weighs `sharpness ** match`, so that longer matches outvote shorter ones and equals count by frequency. The
-votes are a law, and drafts are drawn from it as from a draft head's: with the policy's own noise under rule match.
+A vote weighs `sharpness ** match`, so that longer matches outvote shorter ones and equals count by frequency; a match
+in another response counts `discount` tokens less, since a text repeats itself more surely than it repeats others. A row
+drafts where the votes for one token weigh as much as the shortest match in its own text: a short match in another
+response does not do, several that agree do. The votes are a law, and drafts are drawn from it as from a draft head's:
+with the policy's own noise under rule match.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
@@ -130,6 +133,7 @@ class SuffixDrafter(TextDrafter):
 
     siblings: look in the responses of the same prompt in this rollout too; False, and no history, is n-gram drafts.
     longest: tokens of a match that count. shortest: those that it takes.
+    discount: tokens that a match in another response counts less.
     candidates: places that vote.
     sharpness: how much a vote weighs more for each token of its match.
     """
@@ -137,6 +141,7 @@ class SuffixDrafter(TextDrafter):
     siblings: bool = True
     longest: int = 8
     shortest: int = 2
+    discount: int = 1
     candidates: int = 16
     sharpness: float = 4.0
 
@@ -144,6 +149,8 @@ class SuffixDrafter(TextDrafter):
         for name in ("shortest", "candidates"):
             if getattr(self, name) < 1:
                 raise InputError(f"suffix drafter {name} is {getattr(self, name)}; it must be at least 1")
+        if self.discount < 0:
+            raise InputError(f"suffix drafter discount is {self.discount}; it must be at least 0")
         if self.longest < self.shortest:
             raise InputError(
                 f"suffix drafter longest is {self.longest}, below shortest {self.shortest}; raise it or lower that"
@@ -167,7 +174,7 @@ class SuffixDrafter(TextDrafter):
         total = before + emitted
         back = total[:, None] - 1 - jnp.arange(self.longest, dtype=jnp.int32)[None]
         newest = jnp.where(back >= 0, jnp.take_along_axis(own, jnp.maximum(back, 0), axis=1), -1)
-        texts_and_lengths = [(own[:, None], total[:, None])]
+        parts = [(own[:, None], total[:, None], 0)]
 
         # Other responses stand behind the end of the same prompt.
         others = []
@@ -185,27 +192,36 @@ class SuffixDrafter(TextDrafter):
         for written, lengths in others:
             beginning = jnp.broadcast_to(end[:, None], (*written.shape[:2], self.longest))
             behind = jnp.where(lengths > 0, self.longest + lengths, 0)
-            texts_and_lengths.append((jnp.concatenate([beginning, written], axis=2), behind))
-        return self._best(texts_and_lengths, newest, depth)
+            parts.append((jnp.concatenate([beginning, written], axis=2), behind, self.discount))
+        return self._best(parts, newest, depth)
 
-    def _best(self, parts: list[tuple[Array, Array]], newest: Int[Array, "r m"], depth: int) -> Found:
-        """Votes of the longest matches of all parts: texts `[r, p, n]` and their lengths `[r, p]`."""
+    def _best(self, parts: list[tuple[Array, Array, int]], newest: Int[Array, "r m"], depth: int) -> Found:
+        """Votes of the longest matches of all parts: texts `[r, p, n]`, their lengths `[r, p]`, and a discount."""
         rows = newest.shape[0]
         places = []
-        for text, lengths in parts:
+        for text, lengths, discount in parts:
             after = lengths[:, :, None] - 1 - jnp.arange(text.shape[2], dtype=jnp.int32)[None, None]
             match = jnp.where(after > 0, _match_lengths(text, newest), 0)
-            places.append([values.reshape(rows, -1) for values in (text, match, after)])
-        text, match, after = (jnp.concatenate(values, axis=1) for values in zip(*places, strict=True))
-        # As floats: of integers XLA:CPU sorts all to find a few.
-        length, where = lax.top_k(match.astype(jnp.float32), min(self.candidates, match.shape[1]))
+            # As floats: of integers XLA:CPU sorts all to find a few.
+            counts = jnp.where(match >= self.shortest, (match - discount).astype(jnp.float32), -jnp.inf)
+            places.append([values.reshape(rows, -1) for values in (text, counts, after)])
+        text, counts, after = (jnp.concatenate(values, axis=1) for values in zip(*places, strict=True))
+        best, where = lax.top_k(counts, min(self.candidates, counts.shape[1]))
         steps = jnp.arange(1, depth + 1, dtype=jnp.int32)[None, None]
         index = jnp.minimum(where[:, :, None] + steps, text.shape[1] - 1)
         follow = jnp.take_along_axis(text, index.reshape(rows, -1), axis=1).reshape(index.shape)
         follow = jnp.maximum(follow, 0)  # beyond what is left may stand what is no token
-        weight = length * float(np.log(self.sharpness))
-        weight = jnp.where(length >= self.shortest, weight, _NONE)
-        return Found(follow, jnp.take_along_axis(after, where, axis=1), weight)
+        weight = jnp.maximum(best * self._scale, _NONE)
+        found = Found(follow, jnp.take_along_axis(after, where, axis=1), weight)
+        _, logits, _ = found.votes(0, jnp.ones(best.shape, bool))
+        least = self.shortest * self._scale * (1.0 - 1e-5)  # votes that agree are summed with rounding
+        enough = jnp.max(logits, axis=1, keepdims=True) >= least
+        return replace(found, log_weight=jnp.where(enough, weight, _NONE))
+
+    @property
+    def _scale(self) -> float:
+        """What a token of a match adds to the logarithm of its vote."""
+        return float(np.log(self.sharpness))
 
     def can_draft(self, params: History | None, texts: Texts) -> Bool[Array, "r"]:
         """Rows whose newest tokens stand somewhere else too."""
@@ -213,7 +229,7 @@ class SuffixDrafter(TextDrafter):
 
     def _checked(self, choice: Choice, total: Float[Array, "*n"]) -> Choice:
         """No draft where there are no votes, and little confidence where there are few."""
-        doubt = float((self.shortest + 1) * np.log(self.sharpness))
+        doubt = (self.shortest + 1) * self._scale
         confidence = choice.confidence
         if confidence is not None:
             confidence = confidence + jax.nn.log_sigmoid(total - doubt)

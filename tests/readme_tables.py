@@ -161,6 +161,7 @@ def rollout_table() -> str:
                     "speed-up": _speed(row),
                     "over best fixed": None if share is None else _speed(row, "over_best_fixed"),
                     "of what floors allow": None if share is None else f"{share:.2f} of {row['allowed']:.2f}",
+                    "CPU": "Xeon" if "Xeon" in row["device"] else row["device"].split(",")[0].split()[-1],
                 }
             )
     return markdown_table(rows)

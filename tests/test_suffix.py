@@ -56,7 +56,7 @@ def by_hand(drafter, texts, history, sequence, drafts):
     prompt = texts.prompts[group][: texts.prompt_lengths[group]].tolist()
     written = [texts.responses[i][: texts.lengths[i]].tolist() for i in range(len(texts.responses))]
     own = prompt + written[sequence]
-    # Beside its own text, what follows the end of the prompt; matches that end within the prompt are its own already.
+    # Beside its own text, what follows the end of the prompt; matches that end before are its own already.
     tail = prompt[-drafter.longest :]
     others = [written[i] for i in range(group * samples, (group + 1) * samples) if i != sequence]
     others = others if drafter.siblings else []
@@ -64,8 +64,9 @@ def by_hand(drafter, texts, history, sequence, drafts):
     if history is not None and row < len(history.count):
         others += [t[:n].tolist() for t, n in zip(history.tokens[row], history.lengths[row], strict=True)]
     places = []
-    for text, discount in [(own, 0), *((tail + other, drafter.discount) for other in others if other)]:
-        for j in range(len(text) - 1):
+    elsewhere = [(tail + other, len(tail) - 1, drafter.discount) for other in others if other]
+    for text, first, discount in [(own, 0, 0), *elsewhere]:
+        for j in range(first, len(text) - 1):
             match = 0
             while match < min(drafter.longest, j + 1, len(own)) and text[j - match] == own[-1 - match]:
                 match += 1
@@ -89,7 +90,8 @@ def by_hand(drafter, texts, history, sequence, drafts):
 @pytest.mark.parametrize("with_history", [True, False])
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("discount", [0, 1, 3])
-def test_drafts_are_those_of_brute_force(discount, seed, siblings, with_history):
+@pytest.mark.parametrize("candidates", [4, 200])
+def test_drafts_are_those_of_brute_force(candidates, discount, seed, siblings, with_history):
     texts, drafts = random_texts(seed), 4
     rng = np.random.default_rng(seed)
     history = None
@@ -98,7 +100,7 @@ def test_drafts_are_those_of_brute_force(discount, seed, siblings, with_history)
         tokens, lengths = rng.integers(0, 3, (6, 2, 11)), rng.integers(0, 12, (6, 2))
         empty = init_history(np.arange(6), 2, 11)
         history = replace(empty, tokens=jnp.asarray(tokens, jnp.int32), lengths=jnp.asarray(lengths, jnp.int32))
-    drafter = SuffixDrafter(siblings=siblings, longest=5, discount=discount, candidates=200)
+    drafter = SuffixDrafter(siblings=siblings, longest=5, discount=discount, candidates=candidates)
     state = drafter.init_state(6, 1)
     chain = drafter.propose(history, jnp.zeros((1, 1)), state, texts, Tree.chain(drafts), likeliest).token
     carry, choice = drafter.begin(history, jnp.zeros((1, 1)), state, texts, drafts, likeliest)
@@ -115,6 +117,34 @@ def test_drafts_are_those_of_brute_force(discount, seed, siblings, with_history)
         assert chain[row].tolist() == expected + [-1] * (drafts - len(expected))
     assert max(lengths) == drafts
     np.testing.assert_array_equal(drafter.can_draft(history, texts), np.array(lengths) > 0)
+
+
+@pytest.mark.parametrize(
+    ("own", "followed_by", "drafted"),
+    [
+        ([4, 5, 6], [2, 2, 2, 2], 2),  # four that agree weigh as much as one of its own
+        ([4, 5, 6], [2, 2, 2], -1),
+        ([4, 5, 6], [1, 2, 3, 4], -1),
+        ([5, 6, 3, 5, 6], [], 3),
+    ],
+)
+def test_votes_that_agree_do_for_drafts(own, followed_by, drafted):
+    """A row that ends with `5 6`, which stand in its siblings too, at the default settings."""
+    texts = [own, *([8, 5, 6, token] for token in followed_by)]
+    width = max(map(len, texts))
+    shown = Texts(
+        prompts=jnp.asarray([[9]], jnp.int32),
+        prompt_lengths=jnp.asarray([1], jnp.int32),
+        row_ids=jnp.asarray([0], jnp.uint32),
+        responses=jnp.asarray([text + [0] * (width - len(text)) for text in texts], jnp.int32),
+        lengths=jnp.asarray([len(text) for text in texts], jnp.int32),
+        sequence=jnp.asarray([0], jnp.int32),
+    )
+    drafter = SuffixDrafter()
+    _, choice = drafter.begin(None, jnp.zeros((1, 1)), drafter.init_state(1, 1), shown, 1, likeliest)
+    assert choice.token.tolist() == [drafted]
+    assert bool(jnp.isfinite(choice.confidence).all()) == (drafted >= 0)
+    assert drafter.can_draft(None, shown).tolist() == [drafted >= 0]
 
 
 def engine_of(k, drafter, rule=None, **settings):

@@ -3,13 +3,15 @@
 What a row has written last is looked for in its own prompt and response (n-gram drafts: prompt lookup, Saxena
 2023), in what its siblings have written so far, and in responses to the same prompt in earlier epochs (suffix
 decoding, Oliaro et al., arXiv 2411.04975, per prompt as in DAS, arXiv 2511.13841). There is no tree: every place
-is compared at once, and the `candidates` longest matches vote for what followed them.
+is compared at once, and the `candidates` matches that count most vote for what followed them.
 
 A vote weighs `sharpness ** match`, so that longer matches outvote shorter ones and equals count by frequency; a match
-in another response counts `discount` tokens less, since a text repeats itself more surely than it repeats others. A row
-drafts where the votes for one token weigh as much as the shortest match in its own text: a short match in another
-response does not do, several that agree do. The votes are a law, and drafts are drawn from it as from a draft head's:
-with the policy's own noise under rule match.
+in another response counts `discount` tokens less. The votes are a law, and drafts are drawn from it as from a draft
+head's: with the policy's own noise under rule match.
+
+A row drafts where the votes for one token weigh at least as much as the shortest match in its own text: one short match
+in another response does not do, several that agree do. That makes for fewer drafts, of which more are accepted. Rounds
+of a fixed draft length verify as many tokens either way and so emit a little less; the controller's cost less by it.
 """
 
 from dataclasses import dataclass, replace
@@ -89,11 +91,13 @@ class Found:
     """Places where a row's newest tokens have stood before.
 
     follow: what stood after each, `[r, c, k]`; `left` of it are tokens, `[r, c]`. log_weight: of its vote, `[r, c]`.
+    enough: rows whose votes for one token do for drafts, `[r]`.
     """
 
     follow: Int[Array, "r c k"]
     left: Int[Array, "r c"]
     log_weight: Float[Array, "r c"]
+    enough: Bool[Array, "r"]
 
     def votes(self, depth: int | Int[Array, ""], agree: Bool[Array, "r c"]) -> tuple[Array, Array, Array]:
         """Candidates after `depth` drafts of those places that agree with them.
@@ -133,7 +137,7 @@ class SuffixDrafter(TextDrafter):
 
     siblings: look in the responses of the same prompt in this rollout too; False, and no history, is n-gram drafts.
     longest: tokens of a match that count. shortest: those that it takes.
-    discount: tokens that a match in another response counts less.
+    discount: tokens that a match in another response counts less; 0 drafts wherever anything matches.
     candidates: places that vote.
     sharpness: how much a vote weighs more for each token of its match.
     """
@@ -174,9 +178,9 @@ class SuffixDrafter(TextDrafter):
         total = before + emitted
         back = total[:, None] - 1 - jnp.arange(self.longest, dtype=jnp.int32)[None]
         newest = jnp.where(back >= 0, jnp.take_along_axis(own, jnp.maximum(back, 0), axis=1), -1)
-        parts = [(own[:, None], total[:, None], 0)]
+        parts = [(own[:, None], total[:, None], 0, 0)]
 
-        # Other responses stand behind the end of the same prompt.
+        # Other responses stand behind the end of the same prompt, of which only the last token is a place of theirs.
         others = []
         if self.siblings and samples > 1:
             written = texts.responses.reshape(groups, samples, -1)[group]
@@ -192,16 +196,20 @@ class SuffixDrafter(TextDrafter):
         for written, lengths in others:
             beginning = jnp.broadcast_to(end[:, None], (*written.shape[:2], self.longest))
             behind = jnp.where(lengths > 0, self.longest + lengths, 0)
-            parts.append((jnp.concatenate([beginning, written], axis=2), behind, self.discount))
+            parts.append((jnp.concatenate([beginning, written], axis=2), behind, self.longest - 1, self.discount))
         return self._best(parts, newest, depth)
 
-    def _best(self, parts: list[tuple[Array, Array, int]], newest: Int[Array, "r m"], depth: int) -> Found:
-        """Votes of the longest matches of all parts: texts `[r, p, n]`, their lengths `[r, p]`, and a discount."""
+    def _best(self, parts: list[tuple[Array, Array, int, int]], newest: Int[Array, "r m"], depth: int) -> Found:
+        """Votes of the longest matches of all parts.
+
+        parts: texts `[r, p, n]` and their lengths `[r, p]`, the first place that counts, and the discount.
+        """
         rows = newest.shape[0]
         places = []
-        for text, lengths, discount in parts:
-            after = lengths[:, :, None] - 1 - jnp.arange(text.shape[2], dtype=jnp.int32)[None, None]
-            match = jnp.where(after > 0, _match_lengths(text, newest), 0)
+        for text, lengths, first, discount in parts:
+            place = jnp.arange(text.shape[2], dtype=jnp.int32)[None, None]
+            after = lengths[:, :, None] - 1 - place
+            match = jnp.where((after > 0) & (place >= first), _match_lengths(text, newest), 0)
             # As floats: of integers XLA:CPU sorts all to find a few.
             counts = jnp.where(match >= self.shortest, (match - discount).astype(jnp.float32), -jnp.inf)
             places.append([values.reshape(rows, -1) for values in (text, counts, after)])
@@ -212,11 +220,10 @@ class SuffixDrafter(TextDrafter):
         follow = jnp.take_along_axis(text, index.reshape(rows, -1), axis=1).reshape(index.shape)
         follow = jnp.maximum(follow, 0)  # beyond what is left may stand what is no token
         weight = jnp.maximum(best * self._scale, _NONE)
-        found = Found(follow, jnp.take_along_axis(after, where, axis=1), weight)
-        _, logits, _ = found.votes(0, jnp.ones(best.shape, bool))
+        found = Found(follow, jnp.take_along_axis(after, where, axis=1), weight, jnp.ones(rows, bool))
+        _, votes, _ = found.votes(0, jnp.ones(best.shape, bool))
         least = self.shortest * self._scale * (1.0 - 1e-5)  # votes that agree are summed with rounding
-        enough = jnp.max(logits, axis=1, keepdims=True) >= least
-        return replace(found, log_weight=jnp.where(enough, weight, _NONE))
+        return replace(found, enough=jnp.max(votes, axis=1) >= least)
 
     @property
     def _scale(self) -> float:
@@ -224,11 +231,12 @@ class SuffixDrafter(TextDrafter):
         return float(np.log(self.sharpness))
 
     def can_draft(self, params: History | None, texts: Texts) -> Bool[Array, "r"]:
-        """Rows whose newest tokens stand somewhere else too."""
-        return jnp.any(self.find(params, texts, 1).log_weight > _NONE, axis=1)
+        """Rows whose newest tokens stand somewhere else too, and are followed by votes that do for drafts."""
+        return self.find(params, texts, 1).enough
 
-    def _checked(self, choice: Choice, total: Float[Array, "*n"]) -> Choice:
-        """No draft where there are no votes, and little confidence where there are few."""
+    def _checked(self, choice: Choice, total: Float[Array, "r *n"], enough: Bool[Array, "r"]) -> Choice:
+        """No draft where there are no votes or too few, and little confidence where there are few."""
+        total = jnp.where(enough.reshape(-1, *[1] * (total.ndim - 1)), total, -jnp.inf)
         doubt = (self.shortest + 1) * self._scale
         confidence = choice.confidence
         if confidence is not None:
@@ -254,7 +262,7 @@ class SuffixDrafter(TextDrafter):
             agree = jnp.all(found.follow[:, None, :, : before.shape[2]] == before[:, :, None], axis=3)
             votes = [found.votes(before.shape[2], agree[:, i]) for i in range(len(nodes))]
             ids, logits, total = (jnp.stack(values, axis=1) for values in zip(*votes, strict=True))
-            return self._checked(choose(logits, ids, before, count), total)
+            return self._checked(choose(logits, ids, before, count), total, found.enough)
 
         return propose_tree(tree, below, texts.sequence.shape[0])
 
@@ -289,4 +297,4 @@ class SuffixDrafter(TextDrafter):
 
     def _next(self, found: Found, agree: Bool[Array, "r c"], step: Int[Array, ""], choose: Choose) -> Choice:
         ids, logits, total = found.votes(step, agree)
-        return self._checked(choose_next(choose, logits, ids, step), total)
+        return self._checked(choose_next(choose, logits, ids, step), total, found.enough)

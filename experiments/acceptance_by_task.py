@@ -2,8 +2,8 @@
 
 A policy answers held-out prompts of every file of `--data` (or of the arithmetic task) at every temperature, once per
 kind of drafts, for several seeds; nothing is timed. `survival_per_position` is the share of rounds that accepted the
-draft at each depth, `conditional_acceptance` the share of those that came so far. Text drafters sit out rounds in which
-they find nothing: `tokens_per_forward` counts these too. Means over seeds with 95% intervals.
+draft at each depth, `conditional_acceptance` the share of those that came so far. Text drafters propose nothing where
+they find nothing: `tokens_per_forward` counts such rounds too. Means over seeds with 95% intervals.
 """
 
 import itertools

@@ -3,8 +3,8 @@
 For every seed an EAGLE-3 head, an MTP head and a block drafter are trained on the same rollouts of the policy. Then
 held-out prompts are answered twice. The first epoch is what suffix drafts may remember; the second is timed with every
 drafter, in turn: n-gram drafts (the text itself), suffix drafts (its siblings too; and the first epoch too), the heads,
-and EAGLE-3 with suffix drafts. Text drafters propose nothing where they find nothing; `tokens_per_forward` counts
-such rounds, the acceptance length does not. `speedup` is over no drafts, and `paid_back` the number of such rollouts after
+and EAGLE-3 with suffix drafts. Text drafters propose nothing where they find nothing; `tokens_per_forward` counts such
+rounds, the acceptance length does not. `speedup` is over no drafts, and `paid_back` the number of such rollouts after
 which it has made up for the training of the head, rollouts included. Means over seeds with 95% intervals; beside them
 NVIDIA's (arXiv 2604.26779, Qwen3-8B, three drafts: generation of RL-Zero and RL-Think).
 """

@@ -11,7 +11,7 @@ from specrl_jax.models.linear import linear
 pytestmark = pytest.mark.ci
 
 
-@pytest.mark.parametrize("tokens", [1, 3, 64, 65])
+@pytest.mark.parametrize("tokens", [1, 3, 6, 12, 20, 28, 60, 64, 65])
 def test_it_is_the_product_with_the_transposed_kernel(tokens):
     keys = jax.random.split(jax.random.key(0), 2)
     x, kernel = jax.random.normal(keys[0], (tokens, 24)), jax.random.normal(keys[1], (40, 24))

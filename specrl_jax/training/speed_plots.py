@@ -23,15 +23,15 @@ def draw_round_cost(rows: Rows) -> Figure:
 
 def draw_speedups(rows: Rows) -> Figure:
     """Rollout speed over no drafts, with its 95% interval, a group per batch and a colour per draft length."""
-    figure = Figure(figsize=(8, 4), layout="constrained")
-    axes = figure.subplots()
 
     def batch(row: dict[str, object]) -> str:
         kind = f"synthetic {row['synthetic_survival']}" if row["synthetic_survival"] else row["workload"]
-        return f"{row['rows']} rows, {row['lengths']}\n{kind}"
+        return f"{row['rows']} rows\n{row['lengths']}\n{kind}"
 
     batches = list(dict.fromkeys(batch(dict(row)) for row in rows))
     arms = list(dict.fromkeys(row["draft_length"] for row in rows))
+    figure = Figure(figsize=(3 + 1.4 * len(batches), 4), layout="constrained")
+    axes = figure.subplots()
     width = 0.8 / len(arms)
     for i, arm in enumerate(arms):
         own = [row for row in rows if row["draft_length"] == arm]

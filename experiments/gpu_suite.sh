@@ -42,7 +42,7 @@ step() {
 
 parity() {
     JAX_DISABLE_MOST_OPTIMIZATIONS=0 JAX_DEFAULT_MATMUL_PRECISION=highest XLA_PYTHON_CLIENT_PREALLOCATE=false \
-        $python -m pytest -q -m ci tests/test_models_parity.py tests/test_paged_kernel.py -p no:cacheprovider \
+        $python -m pytest -q -m ci tests/test_models_parity.py tests/test_gpu_attention.py -p no:cacheprovider \
         > "$out/parity.txt" 2>&1
     local status=$?
     tail -1 "$out/parity.txt"

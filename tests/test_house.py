@@ -22,6 +22,7 @@ FLOORS = {
     "specrl_jax.models": 0,
     "specrl_jax.data": 0,
     "specrl_jax.parallel": -1,
+    "specrl_jax.kernels": -1,
     "specrl_jax.drafters": 1,
     "specrl_jax.rollout": 2,
     "specrl_jax.rl": 3,

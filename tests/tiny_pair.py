@@ -14,9 +14,10 @@ from specrl_jax.drafters.eagle3_training import draft_loss
 from specrl_jax.drafters.heads import save_drafter, shared_with_head
 from specrl_jax.models.config import PolicyConfig, RopeConfig
 from specrl_jax.models.huggingface import save_policy
+from specrl_jax.models.norm import rms_norm
 from specrl_jax.models.numerics import Numerics
 from specrl_jax.models.params import init_params
-from specrl_jax.models.policy import forward, grid_batch, rms_norm, token_logits
+from specrl_jax.models.policy import forward, grid_batch, token_logits
 from specrl_jax.rl.optimizers import OptimizerConfig, apply_gradients, make_optimizer
 
 VOCAB, ROWS, WIDTH, BATCH, PLAIN = 384, 64, 256, 4, Numerics("plain")

@@ -18,7 +18,8 @@ from specrl_jax.drafters.block_params import BlockConfig, BlockParams, BlockWeig
 from specrl_jax.drafters.protocol import Choice, Choose, Texts, choose_next, propose_tree
 from specrl_jax.drafters.row_cache import Cached, attend, empty_cache, heads_first, run_layers, write
 from specrl_jax.models.linear import linear, logits_of
-from specrl_jax.models.policy import project_qkv, rms_norm
+from specrl_jax.models.norm import rms_norm
+from specrl_jax.models.policy import project_qkv
 from specrl_jax.models.tree import Tree
 
 

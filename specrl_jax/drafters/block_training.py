@@ -26,8 +26,9 @@ from specrl_jax.drafters.draft_losses import (
     weighted,
 )
 from specrl_jax.models.linear import logits_of
+from specrl_jax.models.norm import rms_norm
 from specrl_jax.models.numerics import in_chunks
-from specrl_jax.models.policy import mix_and_mlp, project_qkv, rms_norm
+from specrl_jax.models.policy import mix_and_mlp, project_qkv
 
 _MASKED = -1e30
 _AT_ONCE = 512  # slots of a sequence's blocks whose scores exist at a time

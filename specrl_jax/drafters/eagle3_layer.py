@@ -14,9 +14,10 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from specrl_jax.drafters.eagle3_params import Eagle3Config, Eagle3Weights
-from specrl_jax.models.linear import linear, logits_of
-from specrl_jax.models.policy import rms_norm, swiglu
-from specrl_jax.models.rope import apply_rope, rope_angles
+from specrl_jax.models.linear import linear, linears, logits_of
+from specrl_jax.models.norm import rms_norm
+from specrl_jax.models.policy import swiglu
+from specrl_jax.models.rope import norm_and_rotate, rope_angles
 
 
 def fuse(config: Eagle3Config, weights: Eagle3Weights, features: Float[Array, "n fd"]) -> Float[Array, "n d"]:
@@ -54,23 +55,19 @@ def project_queries(
     config: Eagle3Config, weights: Eagle3Weights, x: Float[Array, "n ed"], positions: Int[Array, "n"]
 ) -> Float[Array, "n h c"]:
     """Rotated queries."""
-    cos, sin = rope_angles(positions, config.rope, config.head_dim)
+    angles = rope_angles(positions, config.rope, config.head_dim)
     queries = linear(x, weights.q_proj).reshape(x.shape[0], -1, config.head_dim)
-    if weights.q_norm is not None:
-        queries = rms_norm(queries, weights.q_norm, config.rms_norm_eps)
-    return apply_rope(queries, cos, sin)
+    return norm_and_rotate(queries, weights.q_norm, config.rms_norm_eps, *angles)
 
 
 def project_keys(
     config: Eagle3Config, weights: Eagle3Weights, x: Float[Array, "n ed"], positions: Int[Array, "n"]
 ) -> tuple[Float[Array, "n g c"], Float[Array, "n g c"]]:
     """Rotated keys, and values."""
-    cos, sin = rope_angles(positions, config.rope, config.head_dim)
-    keys = linear(x, weights.k_proj).reshape(x.shape[0], -1, config.head_dim)
-    values = linear(x, weights.v_proj).reshape(keys.shape)
-    if weights.k_norm is not None:
-        keys = rms_norm(keys, weights.k_norm, config.rms_norm_eps)
-    return apply_rope(keys, cos, sin), values
+    angles = rope_angles(positions, config.rope, config.head_dim)
+    projected = linears(x, (weights.k_proj, weights.v_proj))
+    keys, values = (y.reshape(x.shape[0], -1, config.head_dim) for y in projected)
+    return norm_and_rotate(keys, weights.k_norm, config.rms_norm_eps, *angles), values
 
 
 def mix_and_mlp(

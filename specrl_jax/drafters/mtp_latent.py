@@ -13,7 +13,7 @@ from specrl_jax.drafters.mtp_layouts import LatentAttention
 from specrl_jax.drafters.mtp_params import LatentWeights
 from specrl_jax.models.config import RopeConfig
 from specrl_jax.models.linear import linear
-from specrl_jax.models.policy import rms_norm
+from specrl_jax.models.norm import rms_norm
 from specrl_jax.models.rope import apply_rope, rope_angles
 
 

@@ -7,8 +7,9 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from specrl_jax.models.config import PolicyConfig
+from specrl_jax.models.norm import rms_norm
 from specrl_jax.models.params import LayerParams
-from specrl_jax.models.policy import mix_and_mlp, project_qkv, rms_norm
+from specrl_jax.models.policy import mix_and_mlp, project_qkv
 
 _MASKED = -1e30
 

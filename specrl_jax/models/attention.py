@@ -21,11 +21,11 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
+from specrl_jax.kernels import cpu_attention, gpu_attention
 from specrl_jax.models.backend import backend
 from specrl_jax.models.cache import read_pages, read_slots, slots_last
 from specrl_jax.models.linear import wide_dtype
 from specrl_jax.models.numerics import Numerics, in_chunks, opaque_int
-from specrl_jax.models.paged_kernel import few_queries_attention, kernel_fits
 from specrl_jax.models.tree import Tree
 from specrl_jax.parallel.mesh import TENSOR
 from specrl_jax.parallel.sharding import by_hand_too, compiler_split
@@ -270,6 +270,18 @@ def _invariant_paged(
     return _invariant(numerics, q, positions, take_rows, keys.shape[1])
 
 
+def _kernel_fits(q: Float[Array, "r q h c"], values: Shaped[Array, "p g s c"], tree: Tree | None) -> bool:
+    """Whether there is a kernel for such queries and pages on this backend."""
+    heads, page_size, width = values.shape[1:]
+    if heads % compiler_split(TENSOR):  # heads of keys and values are whole on every device
+        return False
+    sharing, nodes = q.shape[1] * q.shape[2] // heads, 0 if tree is None else tree.size
+    if backend() == "gpu":
+        return gpu_attention.kernel_fits(sharing, page_size, width, values.dtype.itemsize, nodes)
+    whole = q.dtype == values.dtype == jnp.float32
+    return backend() == "cpu" and whole and cpu_attention.kernel_fits(sharing, page_size, width, nodes)
+
+
 def _in_kernel(
     q: Float[Array, "r q h c"],
     keys: Shaped[Array, "p g _ _"],
@@ -278,7 +290,7 @@ def _in_kernel(
     positions: Int[Array, "r q"],
     tree: Tree | None,
 ) -> Float[Array, "r q h c"]:
-    """Plain attention of a few queries over pages, as a GPU has it fastest."""
+    """Plain attention of a few queries over pages, in a kernel written by hand."""
     below, bits, ends = positions + 1, jnp.zeros_like(positions), jnp.max(positions, axis=1) + 1
     if tree is not None:
         live, root = positions[:, :1] >= 0, jnp.maximum(positions[:, :1], 0)
@@ -289,7 +301,8 @@ def _in_kernel(
         ends = jnp.where(live, jnp.minimum(root + tree.size, table.shape[1] * values.shape[2]), 0)[:, 0]
     # A kernel is not the compiler's to split over `tensor`.
     heads, pages, whole = P(None, None, TENSOR), P(None, TENSOR), P()
-    split = by_hand_too(TENSOR, few_queries_attention, (heads, pages, pages, whole, whole, whole, whole), heads)
+    kernel = (gpu_attention if backend() == "gpu" else cpu_attention).few_queries_attention
+    split = by_hand_too(TENSOR, kernel, (heads, pages, pages, whole, whole, whole, whole), heads)
     return split(q, keys, values, table, below, bits, ends)
 
 
@@ -340,11 +353,10 @@ def paged_attention(
             out = out.at[:, nodes].set(_invariant_paged(q[:, nodes], *arguments))
         return out
 
-    sharing = q.shape[1] * q.shape[2] // keys.shape[1]
-    whole = keys.shape[1] % compiler_split(TENSOR) == 0  # else heads of keys and values are whole on every device
-    page_size, width = values.shape[2:]
-    if backend() == "gpu" and whole and kernel_fits(sharing, page_size, width, values.dtype.itemsize, tree):
+    if _kernel_fits(q, values, None if chain else tree):
         return _in_kernel(q, keys, values, table, positions, None if chain else tree)
+
+    page_size = values.shape[2]
 
     def take(j: Int[Array, ""]) -> tuple[Array, Array]:
         page = lax.dynamic_index_in_dim(table, j, 1, keepdims=False)

@@ -1,40 +1,49 @@
 """Products with kernels as they lie in Hugging Face folders, `[out, in]`."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jaxtyping import Array, Float
 
-from specrl_jax.models.backend import backend
+from specrl_jax.kernels.custom_call import with_gradient_of
+from specrl_jax.kernels.product import fits, product
+from specrl_jax.models.backend import backend, few_on_a_cpu
 
-# Measured on two cores of a Xeon, widths 448 and 1280, against kernels `[in, out]` beside rows of tokens: for 4 to 64
-# tokens 0.78 to 0.87 of the time, the same from 128 on. On an EPYC 1.18 at 4 and 8, 1.02 at 16, 1.12 at 32.
-_FEW_TOKENS = 64
-# Columns that fill no vectors: from so many on, so many more of zeros cost less (on the EPYC 5 to 7 tokens take 0.92 of
-# the time, 10 to 14 0.75 to 0.85, 28 and 56 to 60 0.75; 20, 36 and 40 are cheaper as they are).
-_FULL_COLUMNS = {8: 5, 16: 9, 32: 25, 64: 49}
+# Tokens up to which the kernel for CPUs costs less than XLA's product: on two cores of an EPYC (36 layers of width 448)
+# 0.5 to 0.7 of the time for 1 to 24 tokens, 0.8 for 32 to 64, 0.9 for 128, as much for 256.
+_FEW_TOKENS = 128
 
 
 def linear(x: Float[Array, "n i"], kernel: Float[Array, "o i"], dtype: Any = None) -> Float[Array, "n o"]:
     """`x @ kernel.T`, accumulated and returned in `dtype`, by default that of `x`.
 
-    On a CPU a few tokens stand as columns beside the kernel: XLA's product then reads the kernel along its rows,
-    without packing it first; columns that would leave vectors half empty are filled up with zeros. The barriers keep
-    the compiler from turning this back. On a GPU one token is a sum along the rows of the kernel, which XLA reads
-    faster than its product of one row does.
+    On a GPU one token is a sum along the rows of the kernel, which XLA reads faster than its product of one row does.
     """
+    return linears(x, (kernel,), dtype)[0]
+
+
+def linears(
+    x: Float[Array, "n i"], kernels: Sequence[Float[Array, "_ i"]], dtype: Any = None
+) -> tuple[Float[Array, "n _"], ...]:
+    """`linear` with several kernels, which a CPU reads one after the other without a pause."""
+
+    def by_xla(x: Array, kernels: Sequence[Array]) -> tuple[Array, ...]:
+        return tuple(_by_xla(x, kernel, dtype) for kernel in kernels)
+
+    shapes = all(fits(kernel.shape[1], kernel.shape[0]) for kernel in kernels)
+    few = x.shape[0] <= _FEW_TOKENS and dtype in (None, jnp.float32)
+    if shapes and few and few_on_a_cpu(x, *kernels):
+        return with_gradient_of(by_xla, product, x, tuple(kernels))
+    return by_xla(x, kernels)
+
+
+def _by_xla(x: Float[Array, "n i"], kernel: Float[Array, "o i"], dtype: Any) -> Float[Array, "n o"]:
     if x.shape[0] == 1 and backend() == "gpu":
         wide, narrow = wide_dtype(x), jnp.result_type(x, kernel)
         return jnp.sum(kernel.astype(wide) * x.astype(wide), axis=1, dtype=wide)[None].astype(dtype or narrow)
-    if not 1 < x.shape[0] <= _FEW_TOKENS or backend() != "cpu":
-        return jnp.einsum("ni,oi->no", x, kernel, preferred_element_type=dtype)
-    n = x.shape[0]
-    width = next((full for full, fewest in _FULL_COLUMNS.items() if fewest <= n <= full), n)
-    columns = lax.optimization_barrier(jnp.pad(x.T, [(0, 0), (0, width - n)]))
-    product = lax.optimization_barrier(jnp.einsum("oi,in->on", kernel, columns, preferred_element_type=dtype))
-    return product[:, :n].T
+    return jnp.einsum("ni,oi->no", x, kernel, preferred_element_type=dtype)
 
 
 def wide_dtype(x: Array | jax.ShapeDtypeStruct) -> Any:

@@ -26,10 +26,11 @@ from jaxtyping import Array, Float, Int
 from specrl_jax.models.attention import attention, paged_attention
 from specrl_jax.models.cache import KVCache, init_pool, locate, own_pages, pages_for, write_keys, write_values
 from specrl_jax.models.config import PolicyConfig
-from specrl_jax.models.linear import linear, logits_of, wide_dtype
+from specrl_jax.models.linear import linear, linears, logits_of
+from specrl_jax.models.norm import rms_norm
 from specrl_jax.models.numerics import Numerics, map_tokens
 from specrl_jax.models.params import LayerParams, PolicyParams
-from specrl_jax.models.rope import apply_rope, rope_angles
+from specrl_jax.models.rope import norm_and_rotate, rope_angles
 from specrl_jax.models.tree import Tree
 
 
@@ -88,32 +89,25 @@ class ForwardOutput:
     cache: KVCache | None
 
 
-def rms_norm(x: Float[Array, "*n d"], weight: Float[Array, "d"], eps: float) -> Float[Array, "*n d"]:
-    """Root-mean-square norm with float32 statistics (Zhang and Sennrich, arXiv 1910.07467)."""
-    wide = x.astype(wide_dtype(x))
-    scale = jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
-    return (wide * scale).astype(x.dtype) * jnp.expand_dims(weight, range(x.ndim - 1))
-
-
 def swiglu(
     x: Float[Array, "n d"], gate: Float[Array, "f d"], up: Float[Array, "f d"], down: Float[Array, "d f"]
 ) -> Float[Array, "n d"]:
     """Gated MLP (Shazeer, arXiv 2002.05202)."""
-    return linear(jax.nn.silu(linear(x, gate)) * linear(x, up), down)
+    gated, raised = linears(x, (gate, up))
+    return linear(jax.nn.silu(gated) * raised, down)
 
 
 def project_qkv(
     config: PolicyConfig, layer: LayerParams, normed: Float[Array, "n d"], positions: Int[Array, "n"]
 ) -> tuple[Float[Array, "n h c"], Float[Array, "n g c"], Float[Array, "n g c"]]:
     """Rotated queries and keys, and values, of normalised hidden states."""
-    q, k, v = linear(normed, layer.q_proj), linear(normed, layer.k_proj), linear(normed, layer.v_proj)
+    q, k, v = linears(normed, (layer.q_proj, layer.k_proj, layer.v_proj))
     if layer.q_bias is not None and layer.k_bias is not None and layer.v_bias is not None:
         q, k, v = q + layer.q_bias[None], k + layer.k_bias[None], v + layer.v_bias[None]
     q, k, v = (y.reshape(normed.shape[0], -1, config.head_dim) for y in (q, k, v))
-    if layer.q_norm is not None and layer.k_norm is not None:
-        q, k = rms_norm(q, layer.q_norm, config.rms_norm_eps), rms_norm(k, layer.k_norm, config.rms_norm_eps)
-    cos, sin = rope_angles(positions, config.rope, config.head_dim)
-    return apply_rope(q, cos, sin), apply_rope(k, cos, sin), v
+    angles = rope_angles(positions, config.rope, config.head_dim)
+    q, k = (norm_and_rotate(x, n, config.rms_norm_eps, *angles) for x, n in ((q, layer.q_norm), (k, layer.k_norm)))
+    return q, k, v
 
 
 def _norm_and_project(

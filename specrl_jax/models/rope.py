@@ -6,7 +6,11 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
+from specrl_jax.kernels import norm
+from specrl_jax.kernels.custom_call import with_gradient_of
+from specrl_jax.models.backend import few_on_a_cpu
 from specrl_jax.models.config import RopeConfig
+from specrl_jax.models.norm import rms_norm
 
 
 def _yarn_attention_factor(rope: RopeConfig) -> float:
@@ -80,6 +84,39 @@ def apply_rope(
     x: Float[Array, "n h c"], cos: Float[Array, "n 1 half"], sin: Float[Array, "n 1 half"]
 ) -> Float[Array, "n h c"]:
     """Rotate channel `i` with channel `i + c/2` (the Hugging Face layout)."""
+    if not _in_kernel(x, cos):
+        return _rotated(x, cos, sin)
+    return with_gradient_of(_rotated, lambda x, cos, sin: norm.norm_and_rotate(x, None, (cos, sin)), x, cos, sin)
+
+
+def norm_and_rotate(
+    x: Float[Array, "n h c"],
+    weight: Float[Array, "c"] | None,
+    eps: float,
+    cos: Float[Array, "n 1 half"],
+    sin: Float[Array, "n 1 half"],
+) -> Float[Array, "n h c"]:
+    """`apply_rope` of heads, normed before where there is a weight."""
+    if weight is None:
+        return apply_rope(x, cos, sin)
+    if not _in_kernel(x, cos, weight):
+        return _rotated(rms_norm(x, weight, eps), cos, sin)
+
+    def by_xla(x: Array, weight: Array, cos: Array, sin: Array) -> Array:
+        return _rotated(rms_norm(x, weight, eps), cos, sin)
+
+    def in_kernel(x: Array, weight: Array, cos: Array, sin: Array) -> Array:
+        return norm.norm_and_rotate(x, (weight, eps), (cos, sin))
+
+    return with_gradient_of(by_xla, in_kernel, x, weight, cos, sin)
+
+
+def _in_kernel(x: Array, cos: Array, *weight: Array) -> bool:
+    whole = cos.shape == (x.shape[0], 1, x.shape[2] // 2)
+    return whole and norm.fits(x.shape[2], rotates=True) and few_on_a_cpu(x, cos, *weight)
+
+
+def _rotated(x: Array, cos: Array, sin: Array) -> Array:
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     rotated = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
     return rotated.astype(x.dtype)

@@ -153,6 +153,12 @@ def compiler_split(axis: str) -> int:
     return mesh.shape[axis] if not mesh.empty and axis in mesh.auto_axes else 1
 
 
+def compiler_splits() -> bool:
+    """Whether the compiler splits arrays over any axis of more than one device, in the program that is being traced."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return not mesh.empty and any(mesh.shape[axis] > 1 for axis in mesh.auto_axes)
+
+
 def by_hand_too(axis: str, fn: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
     """`fn` as every device of an axis computes it on its own part, where the compiler has that axis else."""
     if compiler_split(axis) == 1:

@@ -10,9 +10,10 @@ from jaxtyping import Array, Float, Int
 
 from specrl_jax.errors import InputError
 from specrl_jax.models.config import PolicyConfig
+from specrl_jax.models.norm import rms_norm
 from specrl_jax.models.numerics import Numerics
 from specrl_jax.models.params import PolicyParams
-from specrl_jax.models.policy import forward, grid_batch, rms_norm, sequence_positions
+from specrl_jax.models.policy import forward, grid_batch, sequence_positions
 from specrl_jax.rl.microbatches import MicrobatchConfig, in_given_order, over_microbatches
 from specrl_jax.rollout.sampling import SamplingLaw, score_tokens
 from specrl_jax.rollout.trajectory import Sequences

@@ -1,4 +1,4 @@
-"""Attention of a few queries over the pages of a cache, as GPU kernels.
+"""Attention of a few queries over the pages of a cache, on a GPU.
 
 Every program reads a share of the pages of one row and one head of keys, for all queries that read that head; the
 shares are put together afterwards (Dao et al., "Flash-Decoding for long-context inference", 2023). Pages are read where
@@ -15,8 +15,6 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 from jaxtyping import Array, Float, Int, Shaped
 
-from specrl_jax.models.tree import Tree
-
 _MASKED = -1e30
 _LEAST_QUERIES, _MOST_QUERIES = 16, 128  # of a program: what a matrix unit takes, and what its registers hold
 _PROGRAMS = 256  # about so many at a time fill a GPU
@@ -25,11 +23,11 @@ _SHARED_BYTES = 160 * 1024  # that a program may keep close by, on an A100 or la
 _MOST_STAGES = 3  # pages on their way at a time
 
 
-def kernel_fits(queries: int, page_size: int, head_dim: int, itemsize: int, tree: Tree | None) -> bool:
-    """Whether the kernel takes so many queries of each head of keys, and pages of that shape."""
+def kernel_fits(queries: int, page_size: int, head_dim: int, itemsize: int, nodes: int) -> bool:
+    """Whether the kernel takes so many queries of each head of keys, pages of that shape and trees of that size."""
     powers = all(size >= 16 and size == _next_power(size) for size in (page_size, head_dim))
-    nodes = tree is None or tree.is_chain or tree.size <= _NODES
-    return queries <= _MOST_QUERIES and powers and nodes and _stages(queries, page_size, head_dim, itemsize) > 0
+    few = queries <= _MOST_QUERIES and nodes <= _NODES
+    return few and powers and _stages(queries, page_size, head_dim, itemsize) > 0
 
 
 def _stages(queries: int, page_size: int, head_dim: int, itemsize: int) -> int:

@@ -6,14 +6,26 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from attention_by_hand import (
+    GROUPS,
+    PAGE,
+    PAGES,
+    ROWS,
+    SHARED,
+    WIDTH,
+    attention_by_hand,
+    chain_reads,
+    random_inputs,
+    tree_masks,
+)
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from specrl_jax.kernels.gpu_attention import few_queries_attention, kernel_fits
 from specrl_jax.models.attention import paged_attention
 from specrl_jax.models.backend import backend, made_for
 from specrl_jax.models.cache import NO_PAGE
 from specrl_jax.models.numerics import Numerics
-from specrl_jax.models.paged_kernel import few_queries_attention, kernel_fits
 from specrl_jax.models.tree import Tree
 from specrl_jax.parallel.mesh import MeshConfig, make_mesh
 from specrl_jax.parallel.sharding import ROWS as SPLIT_ROWS
@@ -29,33 +41,6 @@ def _full_precision():
         yield
 
 
-ROWS, GROUPS, SHARED, WIDTH, PAGE, PAGES = 3, 2, 4, 32, 16, 6
-
-
-def _inputs(queries, dtype=np.float32):
-    rng = np.random.default_rng(queries)
-    pool = (ROWS * PAGES, GROUPS, PAGE, WIDTH)
-    keys, values = (jnp.asarray(rng.normal(size=pool), dtype) for _ in range(2))
-    q = jnp.asarray(rng.normal(size=(ROWS, queries, GROUPS * SHARED, WIDTH)), dtype)
-    table = rng.permutation(ROWS * PAGES).reshape(ROWS, PAGES).astype(np.int32)
-    return q, keys, values, table
-
-
-def _by_hand(q, keys, values, table, reads):
-    """Float64 attention; `reads[r, i]` are the slots that query `i` of row `r` reads."""
-    q, keys, values = (np.asarray(x, np.float64) for x in (q, keys, values))
-    out = np.zeros(q.shape)
-    for row, queries in enumerate(reads):
-        for i, slots in enumerate(queries):
-            pages, offsets = table[row][np.array(slots, int) // PAGE], np.array(slots, int) % PAGE
-            for head in range(q.shape[2]) if slots else ():
-                k, v = (pool[pages, head // SHARED, offsets] for pool in (keys, values))
-                scores = k @ q[row, i, head] / np.sqrt(WIDTH)
-                weights = np.exp(scores - scores.max())
-                out[row, i, head] = weights @ v / weights.sum()
-    return out
-
-
 def _kernel(q, keys, values, table, below, bits, ends):
     arrays = (jnp.asarray(x, jnp.int32) for x in (table, below, bits, ends))
     return few_queries_attention(q, keys, values, *arrays, interpret=backend() != "gpu")
@@ -63,25 +48,19 @@ def _kernel(q, keys, values, table, below, bits, ends):
 
 @pytest.mark.parametrize("queries", [1, 3, 4])
 def test_chains_of_any_length_and_padding(queries):
-    q, keys, values, table = _inputs(queries)
-    below = np.array([5, 80, 17])[:, None] + np.arange(queries)
-    below[1, 1:] = 0  # padding
+    q, keys, values, table = random_inputs(queries)
+    below, reads = chain_reads(queries)
     table[0, 2:] = NO_PAGE  # beyond what the row has
-    reads = [[list(range(count)) for count in row] for row in below]
     out = _kernel(q, keys, values, table, below, np.zeros_like(below), below.max(axis=1))
-    np.testing.assert_allclose(out, _by_hand(q, keys, values, table, reads), atol=2e-6)
+    np.testing.assert_allclose(out, attention_by_hand(q, keys, values, table, reads), atol=2e-6)
 
 
 def test_a_tree_reads_ancestors_alone():
-    tree, root = Tree.full(2, 2), 30
-    q, keys, values, table = _inputs(tree.size)
-    seen = [[root + j for j in range(tree.size) if tree.sees[i][j]] for i in range(tree.size)]
-    reads = [[list(range(root)) + own for own in seen]] * 2 + [[[] for _ in seen]]
-    words = [sum(1 << (slot - root) for slot in own) for own in seen]
-    below = np.array([[root], [root], [0]]) + np.zeros((1, tree.size), int)
-    bits = np.array([words, words, [0] * tree.size])
-    out = _kernel(q, keys, values, table, below, bits, [root + tree.size] * 2 + [0])
-    np.testing.assert_allclose(out, _by_hand(q, keys, values, table, reads), atol=2e-6)
+    tree = Tree.full(2, 2)
+    q, keys, values, table = random_inputs(tree.size)
+    below, bits, ends, reads = tree_masks(tree)
+    out = _kernel(q, keys, values, table, below, bits, ends)
+    np.testing.assert_allclose(out, attention_by_hand(q, keys, values, table, reads), atol=2e-6)
 
 
 @pytest.fixture
@@ -89,13 +68,13 @@ def kernels_here(monkeypatch):
     """Programs made for a GPU run on whatever is here."""
     interpret = backend() != "gpu"
     inside = functools.partial(few_queries_attention, interpret=interpret)
-    monkeypatch.setattr("specrl_jax.models.attention.few_queries_attention", inside)
+    monkeypatch.setattr("specrl_jax.kernels.gpu_attention.few_queries_attention", inside)
 
 
 @pytest.mark.parametrize("tree", [None, Tree.comb(2, 2)], ids=["chain", "tree"])
 def test_a_gpu_attends_as_a_cpu(tree, kernels_here):
     queries = 4 if tree is None else tree.size
-    q, keys, values, table = _inputs(queries)
+    q, keys, values, table = random_inputs(queries)
     depths = np.arange(queries) if tree is None else np.array(tree.depths)
     positions = np.array([[5], [70], [-1]]) + depths
     positions = jnp.asarray(np.where(np.array([[True], [True], [False]]), positions, -1), jnp.int32)
@@ -138,7 +117,7 @@ def test_heads_split_over_tensor_without_a_collective(kernels_here):
 def test_no_page_beyond_the_pool_is_named(tree, monkeypatch):
     """A GPU would read it. Row 0 is in its first page, row 1 at the end of its last, row 2 has ended."""
     size = 4 if tree is None else tree.size
-    q, keys, values, table = _inputs(size)
+    q, keys, values, table = random_inputs(size)
     table[0, 1:], table[2] = NO_PAGE, NO_PAGE
     depths = np.arange(size) if tree is None else np.array(tree.depths)
     positions = np.where(np.array([[True], [True], [False]]), np.array([[5], [PAGE * PAGES - 4], [-1]]) + depths, -1)
@@ -148,7 +127,7 @@ def test_no_page_beyond_the_pool_is_named(tree, monkeypatch):
         named.extend(table[row, : -(-int(end) // PAGE)] for row, end in enumerate(ends))
         return q
 
-    monkeypatch.setattr("specrl_jax.models.attention.few_queries_attention", noted)
+    monkeypatch.setattr("specrl_jax.kernels.gpu_attention.few_queries_attention", noted)
     arrays = (q, keys, values, jnp.asarray(table), jnp.asarray(positions, jnp.int32))
     with made_for("gpu"):
         paged_attention(*arrays, Numerics(key_block=PAGE), tree)
@@ -158,7 +137,7 @@ def test_no_page_beyond_the_pool_is_named(tree, monkeypatch):
 
 def test_a_key_that_may_not_be_read_is_noticed():
     """A positive control: one slot too many changes the output by far more than the tolerance."""
-    q, keys, values, table = _inputs(1)
+    q, keys, values, table = random_inputs(1)
     below = np.array([[5], [80], [17]])
     right, wrong = (
         _kernel(q, keys, values, table, b, np.zeros_like(below), below[:, 0] + 1) for b in (below, below + 1)
@@ -167,17 +146,17 @@ def test_a_key_that_may_not_be_read_is_noticed():
 
 
 def test_what_fits():
-    assert kernel_fits(16, 64, 128, 2, None)
-    assert kernel_fits(128, 64, 128, 4, None)
-    assert not kernel_fits(16, 64, 96, 2, None)
-    assert not kernel_fits(256, 64, 128, 2, None)
-    assert not kernel_fits(16, 64, 128, 2, Tree.full(5, 2))
-    assert not kernel_fits(128, 128, 256, 4, None)  # more than a program may keep close by
+    assert kernel_fits(16, 64, 128, 2, 0)
+    assert kernel_fits(128, 64, 128, 4, 0)
+    assert not kernel_fits(16, 64, 96, 2, 0)
+    assert not kernel_fits(256, 64, 128, 2, 0)
+    assert not kernel_fits(16, 64, 128, 2, Tree.full(5, 2).size)
+    assert not kernel_fits(128, 128, 256, 4, 0)  # more than a program may keep close by
 
 
 @pytest.mark.skipif(jax.__version_info__ >= (0, 11), reason="newer versions lower Triton where there is a GPU")
 def test_lowers_for_cuda():
-    q, keys, values, _ = _inputs(4, jnp.bfloat16)
+    q, keys, values, _ = random_inputs(4, jnp.bfloat16)
     numbers = [jax.ShapeDtypeStruct(s, jnp.int32) for s in ((ROWS, PAGES), (ROWS, 4), (ROWS, 4), (ROWS,))]
     traced = jax.jit(few_queries_attention).trace(q, keys, values, *numbers)
     assert "triton" in traced.lower(lowering_platforms=("cuda",)).as_text()

@@ -1,0 +1,238 @@
+"""The CPU's kernels against float64, for this CPU's registers and for narrower ones."""
+
+import functools
+import threading
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from attention_by_hand import GROUPS, PAGE, PAGES, SHARED, attention_by_hand, chain_reads, random_inputs, tree_masks
+from jax.sharding import PartitionSpec as P
+
+from specrl_jax.kernels import cpu_attention, llvm, norm, product
+from specrl_jax.kernels.llvm import Registers, made_with
+from specrl_jax.models import backend
+from specrl_jax.models.cache import NO_PAGE
+from specrl_jax.models.linear import linear, linears
+from specrl_jax.models.norm import rms_norm
+from specrl_jax.models.rope import norm_and_rotate
+from specrl_jax.models.tree import Tree
+from specrl_jax.parallel.mesh import MeshConfig, make_mesh
+
+pytestmark = pytest.mark.ci
+
+# Those of AVX-512, AVX2, NEON and SSE. LLVM splits what this CPU's registers do not hold.
+REGISTERS = [Registers(32, 16), Registers(16, 8), Registers(32, 4), Registers(16, 4)]
+
+
+@pytest.fixture(params=REGISTERS, ids=lambda r: f"{r.count}x{r.lanes}")
+def any_registers(request):
+    with made_with(request.param):
+        yield request.param
+
+
+def _normal(rng, *shape):
+    return jnp.asarray(rng.standard_normal(shape), jnp.float32)
+
+
+def _angles(rng, tokens, half):
+    angles = _normal(rng, tokens, 1, half)
+    return jnp.cos(angles), jnp.sin(angles)
+
+
+def _operands(tokens, inputs, outputs):
+    rng = np.random.default_rng(tokens)
+    return _normal(rng, tokens, inputs), [_normal(rng, rows, inputs) for rows in outputs]
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 3, 4, 5, 8, 11, 16, 33])
+def test_products_are_those_of_float64(tokens, any_registers):
+    x, kernels = _operands(tokens, 96, (4, 36, 132))
+    found = jax.jit(product.product)(x, kernels)
+    for ours, kernel in zip(found, kernels, strict=True):
+        np.testing.assert_allclose(ours, np.float64(x) @ np.float64(kernel).T, rtol=0, atol=2e-5)
+
+
+def test_bits_of_a_token_do_not_depend_on_the_others(any_registers):
+    x, kernels = _operands(33, 256, (64, 260))
+    together = jax.jit(product.product)(x, kernels)
+    for first, count in ((0, 1), (5, 2), (7, 3), (9, 4), (20, 13)):
+        alone = jax.jit(product.product)(x[first : first + count], kernels)
+        for ours, all_ in zip(alone, together, strict=True):
+            np.testing.assert_array_equal(ours, all_[first : first + count])
+
+
+def test_work_for_many_threads_is_done_once():
+    """Blocks are taken by XLA's threads and the caller's; several programs run side by side."""
+    x, kernels = _operands(8, 512, (4096, 512, 1024))
+    program, wanted = jax.jit(product.product), [np.float64(x) @ np.float64(kernel).T for kernel in kernels]
+    wrong = []
+
+    def many():
+        for _ in range(50):
+            for ours, theirs in zip(program(x, kernels), wanted, strict=True):
+                if not np.allclose(ours, theirs, rtol=0, atol=2e-4):
+                    wrong.append(ours)
+
+    threads = [threading.Thread(target=many) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+def test_what_products_fit(any_registers):
+    assert product.fits(448, 128)
+    assert not product.fits(24, 128)
+    assert not product.fits(448, 129)
+
+
+@pytest.mark.parametrize("tokens", [1, 7, 128, 129])
+def test_a_layer_has_gradients(tokens):
+    x, kernels = _operands(tokens, 32, (8, 12))
+
+    def loss(multiply, x, kernels):
+        return sum(jnp.sum(jnp.sin(y)) for y in multiply(x, kernels))
+
+    def by_xla(x, kernels):
+        return [x @ kernel.T for kernel in kernels]
+
+    wanted = jax.grad(functools.partial(loss, by_xla), argnums=(0, 1))(x, kernels)
+    found = jax.grad(functools.partial(loss, linears), argnums=(0, 1))(x, kernels)
+    jax.tree.map(functools.partial(np.testing.assert_allclose, atol=1e-4), found, wanted)
+
+
+def _programs(fn, *arguments):
+    return jax.jit(fn).lower(*arguments).as_text()
+
+
+def test_where_the_kernel_is_used():
+    x, (kernel,) = _operands(4, 32, (8,))
+    assert product.Product().name in _programs(linear, x, kernel)
+    assert "custom_call" not in _programs(linear, x.astype(jnp.bfloat16), kernel.astype(jnp.bfloat16))
+    assert "custom_call" not in _programs(linear, x[:, :24], kernel[:, :24])
+    assert "custom_call" not in _programs(linear, np.zeros((129, 32), np.float32), kernel)
+
+
+@pytest.mark.skipif(len(jax.devices()) < 8, reason="needs eight devices")
+def test_a_product_that_the_compiler_splits_is_its_own():
+    mesh = make_mesh(MeshConfig(data=2, fsdp=2, tensor=2))
+    x, (kernel,) = _operands(4, 32, (8,))
+
+    def local(axes):
+        split = functools.partial(jax.shard_map, mesh=mesh, in_specs=(P(), P()), out_specs=P(), check_vma=False)
+        return split(linear, axis_names=axes)
+
+    assert "specrl_jax_product" in _programs(local({"data", "fsdp", "tensor"}), x, kernel)
+    assert "specrl_jax_product" not in _programs(local({"data", "fsdp"}), x, kernel)
+
+
+def _attended(q, keys, values, table, below, bits, ends):
+    arrays = (jnp.asarray(x, jnp.int32) for x in (table, below, bits, ends))
+    return jax.jit(cpu_attention.few_queries_attention)(q, keys.swapaxes(2, 3), values, *arrays)
+
+
+@pytest.mark.parametrize("queries", [1, 3, 4])
+def test_attention_of_chains_and_padding(queries, any_registers):
+    q, keys, values, table = random_inputs(queries)
+    below, reads = chain_reads(queries)
+    table[0, 2:] = NO_PAGE  # beyond what the row has
+    out = _attended(q, keys, values, table, below, np.zeros_like(below), below.max(axis=1))
+    np.testing.assert_allclose(out, attention_by_hand(q, keys, values, table, reads), atol=2e-6)
+
+
+def test_attention_of_a_tree(any_registers):
+    tree = Tree.full(2, 2)
+    q, keys, values, table = random_inputs(tree.size)
+    below, bits, ends, reads = tree_masks(tree)
+    out = _attended(q, keys, values, table, below, bits, ends)
+    np.testing.assert_allclose(out, attention_by_hand(q, keys, values, table, reads), atol=2e-6)
+
+
+def test_bits_of_a_query_do_not_depend_on_the_others():
+    q, keys, values, table = random_inputs(4)
+    below, _ = chain_reads(4)
+    below[1] = np.arange(80, 84)
+    together = _attended(q, keys, values, table, below, np.zeros_like(below), below[:, -1])
+    for row in range(len(below)):
+        for first, last in ((0, 0), (1, 2), (3, 3)):
+            some, own = slice(first, last + 1), slice(row, row + 1)
+            part = _attended(
+                q[own, some],
+                keys,
+                values,
+                table[own],
+                below[own, some],
+                np.zeros((1, last + 1 - first)),
+                below[own, last],
+            )
+            np.testing.assert_array_equal(part, together[own, some])
+
+
+def test_large_scores_and_their_weights():
+    """Scores far apart: the weights of the small ones vanish, and nothing is infinite."""
+    q, keys, values, table = random_inputs(1)
+    below = np.full((3, 1), PAGE * PAGES)
+    reads = [[list(range(PAGE * PAGES))]] * 3
+    out = _attended(40.0 * q, keys, values, table, below, np.zeros_like(below), below[:, 0])
+    np.testing.assert_allclose(out, attention_by_hand(40.0 * q, keys, values, table, reads), atol=2e-5)
+
+
+def test_a_key_that_may_not_be_read_is_noticed():
+    """A positive control: one slot too many changes the output by far more than the tolerance."""
+    q, keys, values, table = random_inputs(1)
+    below = np.array([[5], [80], [17]])
+    right, wrong = (
+        _attended(q, keys, values, table, b, np.zeros_like(below), below[:, 0] + 1) for b in (below, below + 1)
+    )
+    assert np.abs(np.asarray(right - wrong)).max() > 1e-3
+
+
+def test_what_attention_fits(any_registers):
+    assert cpu_attention.kernel_fits(GROUPS * SHARED, 64, 64, 0)
+    assert not cpu_attention.kernel_fits(257, 64, 64, 0)
+    assert not cpu_attention.kernel_fits(4, 512, 64, 0)
+    assert not cpu_attention.kernel_fits(4, 64, 66, 0)
+    assert not cpu_attention.kernel_fits(4, 64, 64, 33)
+
+
+@pytest.mark.parametrize(("normed", "turned"), [(True, True), (True, False), (False, True)])
+def test_heads_are_normed_and_turned(normed, turned, any_registers):
+    rng = np.random.default_rng(0)
+    x, weight = _normal(rng, 5, 3, 64), _normal(rng, 64)
+    cos, sin = _angles(rng, 5, 32)
+    wanted, c, s = np.float64(x), np.float64(cos), np.float64(sin)
+    if normed:
+        wanted = wanted / np.sqrt(np.mean(wanted**2, axis=-1, keepdims=True) + 1e-6) * np.float64(weight)
+    if turned:
+        first, second = np.split(wanted, 2, axis=-1)
+        wanted = np.concatenate([first * c - second * s, second * c + first * s], axis=-1)
+    found = norm.norm_and_rotate(x, (weight, 1e-6) if normed else None, (cos, sin) if turned else None)
+    np.testing.assert_allclose(found, wanted, atol=2e-6)
+
+
+@pytest.mark.parametrize("weighted", [True, False])
+def test_norm_and_rotation_have_gradients(weighted, monkeypatch):
+    rng = np.random.default_rng(1)
+    x, weight, angles = _normal(rng, 5, 3, 64), _normal(rng, 64), _angles(rng, 5, 32)
+
+    def loss(x, weight):
+        turned = norm_and_rotate(x, weight if weighted else None, 1e-6, *angles)
+        return jnp.sum(jnp.sin(rms_norm(turned, weight, 1e-6)))
+
+    assert "custom_call" in _programs(loss, x, weight)
+    found = jax.grad(loss, argnums=(0, 1))(x, weight)
+    monkeypatch.setattr(backend, "_FEW_NUMBERS", 0)
+    jax.clear_caches()
+    assert "custom_call" not in _programs(loss, x, weight)
+    wanted = jax.grad(loss, argnums=(0, 1))(x, weight)
+    jax.tree.map(functools.partial(np.testing.assert_allclose, atol=1e-5), found, wanted)
+
+
+def test_registers_are_this_cpus_unless_named():
+    own = llvm.registers()
+    with made_with(Registers(16, 8)):
+        assert llvm.lanes() == 8
+    assert llvm.registers() == own

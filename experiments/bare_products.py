@@ -12,7 +12,10 @@ from jaxtyping import Array, Float, Int
 
 from experiments.bench_models import in_turn
 from experiments.expand import Pair
-from specrl_jax.models.linear import linear
+from specrl_jax.models.attention import paged_attention
+from specrl_jax.models.cache import KVCache
+from specrl_jax.models.linear import linear, linears
+from specrl_jax.models.numerics import Numerics
 from specrl_jax.models.policy import head_weights
 
 ROUNDS = 4
@@ -39,23 +42,20 @@ def trips(fn: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
 def bare_policy(params: Any, x: Float[Array, "n d"]) -> Float[Array, "n d"]:
     """The policy's weight matrices applied one after the other, and nothing else; every product is used."""
     for layer in params.layers:
-        q, k, v = linear(x, layer.q_proj), linear(x, layer.k_proj), linear(x, layer.v_proj)
+        q, k, v = linears(x, (layer.q_proj, layer.k_proj, layer.v_proj))
         mixed = q + jnp.tile(k + v, (1, q.shape[1] // k.shape[1]))
         x = x + 1e-3 * linear(mixed, layer.o_proj)
-        x = x + 1e-3 * linear(linear(x, layer.gate_proj) * linear(x, layer.up_proj), layer.down_proj)
+        gated, raised = linears(x, (layer.gate_proj, layer.up_proj))
+        x = x + 1e-3 * linear(gated * raised, layer.down_proj)
     _, head = head_weights(params)
     return x + 1e-6 * linear(x, head)[:, : x.shape[1]]
 
 
-def bare_attention(caches: tuple[Float[Array, "r g s c"], ...], x: Float[Array, "r g m c"]) -> Float[Array, "r g m c"]:
-    """The products of attention with the keys and values of every layer, side by side in memory, without a softmax.
-
-    `x` holds a query for every query head and new token of a row.
-    """
-    for cached in caches:
-        columns = jax.lax.optimization_barrier(x.transpose(0, 1, 3, 2))
-        scores = jax.lax.optimization_barrier(jnp.einsum("rgsc,rgcm->rgsm", cached, columns))
-        x = x + 1e-6 * jnp.einsum("rgms,rgsc->rgmc", scores.transpose(0, 1, 3, 2), cached)
+def bare_attention(cache: KVCache, x: Float[Array, "r 1 h c"]) -> Float[Array, "r 1 h c"]:
+    """Attention of one query per row over all slots of the caches of every layer, as a forward has it, and no more."""
+    last = jnp.full((x.shape[0], 1), cache.capacity - 1, jnp.int32)
+    for keys, values in zip(cache.keys, cache.values, strict=True):
+        x = x + 1e-6 * paged_attention(x, keys, values, cache.table, last, Numerics())
     return x
 
 
@@ -63,9 +63,10 @@ def bare_draft_step(draft: Any, x: Float[Array, "n d"]) -> Float[Array, "n d"]:
     """The same of one step of the draft head."""
     weights = draft.weights
     wide = jnp.concatenate([x, x], axis=1)
-    q, k, v = linear(wide, weights.q_proj), linear(wide, weights.k_proj), linear(wide, weights.v_proj)
+    q, k, v = linears(wide, (weights.q_proj, weights.k_proj, weights.v_proj))
     x = x + 1e-3 * linear(q + jnp.tile(k + v, (1, q.shape[1] // k.shape[1])), weights.o_proj)
-    x = x + 1e-3 * linear(linear(x, weights.gate_proj) * linear(x, weights.up_proj), weights.down_proj)
+    gated, raised = linears(x, (weights.gate_proj, weights.up_proj))
+    x = x + 1e-3 * linear(gated * raised, weights.down_proj)
     return x + 1e-6 * linear(x, weights.lm_head)[:, : x.shape[1]]
 
 

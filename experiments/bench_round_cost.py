@@ -2,7 +2,7 @@
 
 For every number of live rows, context and draft length, in turn: a round of the engine, an autoregressive
 step of the engine, and the bare matrix products of both: `step_over_bare` counts those with weights,
-`step_over_products` those of attention with keys and values too. `floor` is the products of the verify and of the draft
+`step_over_products` attention over the caches too. `floor` is the products of the verify and of the draft
 steps over those of an autoregressive step; `round_cost` is the measured round over the measured step;
 `over_floor` is the one over the other. The parts of a round are timed by themselves: drafting, the policy's
 forward, drawing; bookkeeping is what remains. `draft_over_least` is the time of drafting over that of the least drafts.
@@ -40,7 +40,7 @@ from specrl_jax.drafters.eagle3 import Eagle3Drafter
 from specrl_jax.drafters.suffix import History, SuffixDrafter, init_history
 from specrl_jax.errors import InputError
 from specrl_jax.models.numerics import Numerics
-from specrl_jax.models.policy import ForwardOutput, forward, grid_batch
+from specrl_jax.models.policy import ForwardOutput, forward, grid_batch, policy_cache
 from specrl_jax.rollout.config import RolloutConfig
 from specrl_jax.rollout.engine import RolloutEngine
 from specrl_jax.rollout.queue import Batch
@@ -183,16 +183,13 @@ def part_calls(pair: Pair, engine: RolloutEngine, params: Any, rows: int, contex
 
 def measure(pair: Pair, config: Config, rows: int, context: int) -> list[dict[str, Any]]:
     """A row of the table per draft length, all timed in turn."""
-    dtype = jnp.dtype(pair.policy.dtype)
     bare_step, bare_draft = bare_calls(pair, rows)
     drafter, params = drafting_of(config, pair)
     step = engine_of(pair, None, 0, config.survival)
     calls = {"step": round_call(pair, step, None, rows, context), "bare step": bare_step, "bare draft": bare_draft}
-    heads, groups = pair.policy.num_heads, pair.policy.num_kv_heads
-    shape = (rows, groups, context, pair.policy.head_dim)
-    caches = tuple(jnp.ones(shape, dtype) for _ in range(pair.policy.num_layers))
-    queries = jnp.ones((rows, groups, heads // groups, pair.policy.head_dim), dtype)
-    calls["bare attention"] = timed(trips(bare_attention), caches, queries)
+    cache = policy_cache(pair.policy, rows, context, Numerics())
+    queries = jnp.ones((rows, 1, pair.policy.num_heads, pair.policy.head_dim), jnp.dtype(pair.policy.dtype))
+    calls["bare attention"] = timed(trips(bare_attention), cache, queries)
     looks = config.drafts == "suffix"
     samples = _LOOKED_IN if looks and rows % _LOOKED_IN == 0 else 1
     for k in config.draft_lengths:

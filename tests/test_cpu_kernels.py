@@ -11,11 +11,14 @@ from attention_by_hand import GROUPS, PAGE, PAGES, SHARED, attention_by_hand, ch
 from jax.sharding import PartitionSpec as P
 
 from specrl_jax.kernels import cpu_attention, llvm, norm, product
+from specrl_jax.kernels.custom_call import registered
 from specrl_jax.kernels.llvm import Registers, made_with
 from specrl_jax.models import backend
+from specrl_jax.models.attention import paged_attention
 from specrl_jax.models.cache import NO_PAGE
 from specrl_jax.models.linear import linear, linears
 from specrl_jax.models.norm import rms_norm
+from specrl_jax.models.numerics import Numerics
 from specrl_jax.models.rope import norm_and_rotate
 from specrl_jax.models.tree import Tree
 from specrl_jax.parallel.mesh import MeshConfig, make_mesh
@@ -32,6 +35,11 @@ def any_registers(request):
         yield request.param
 
 
+def _fresh(fn):
+    """Compiled as if never seen before: what JAX has traced is not written for other registers."""
+    return jax.jit(lambda *arguments: fn(*arguments))
+
+
 def _normal(rng, *shape):
     return jnp.asarray(rng.standard_normal(shape), jnp.float32)
 
@@ -46,19 +54,20 @@ def _operands(tokens, inputs, outputs):
     return _normal(rng, tokens, inputs), [_normal(rng, rows, inputs) for rows in outputs]
 
 
-@pytest.mark.parametrize("tokens", [1, 2, 3, 4, 5, 8, 11, 16, 33])
+@pytest.mark.parametrize("tokens", [1, 2, 3, 4, 5, 8, 11, 16, 33, 70])
 def test_products_are_those_of_float64(tokens, any_registers):
     x, kernels = _operands(tokens, 96, (4, 36, 132))
-    found = jax.jit(product.product)(x, kernels)
+    assert f"{any_registers.count}x{any_registers.lanes}" in _fresh(product.product).lower(x, kernels).as_text()
+    found = _fresh(product.product)(x, kernels)
     for ours, kernel in zip(found, kernels, strict=True):
         np.testing.assert_allclose(ours, np.float64(x) @ np.float64(kernel).T, rtol=0, atol=2e-5)
 
 
 def test_bits_of_a_token_do_not_depend_on_the_others(any_registers):
     x, kernels = _operands(33, 256, (64, 260))
-    together = jax.jit(product.product)(x, kernels)
+    together = _fresh(product.product)(x, kernels)
     for first, count in ((0, 1), (5, 2), (7, 3), (9, 4), (20, 13)):
-        alone = jax.jit(product.product)(x[first : first + count], kernels)
+        alone = _fresh(product.product)(x[first : first + count], kernels)
         for ours, all_ in zip(alone, together, strict=True):
             np.testing.assert_array_equal(ours, all_[first : first + count])
 
@@ -66,7 +75,7 @@ def test_bits_of_a_token_do_not_depend_on_the_others(any_registers):
 def test_work_for_many_threads_is_done_once():
     """Blocks are taken by XLA's threads and the caller's; several programs run side by side."""
     x, kernels = _operands(8, 512, (4096, 512, 1024))
-    program, wanted = jax.jit(product.product), [np.float64(x) @ np.float64(kernel).T for kernel in kernels]
+    program, wanted = _fresh(product.product), [np.float64(x) @ np.float64(kernel).T for kernel in kernels]
     wrong = []
 
     def many():
@@ -104,6 +113,30 @@ def test_a_layer_has_gradients(tokens):
     jax.tree.map(functools.partial(np.testing.assert_allclose, atol=1e-4), found, wanted)
 
 
+def test_gradients_have_gradients():
+    x, (kernel,) = _operands(3, 32, (8,))
+    x = 0.1 * x
+
+    def curvature(multiply):
+        def bent(x):
+            return jnp.sum(jnp.square(jax.grad(lambda x: jnp.sum(jnp.sin(multiply(x, kernel))))(x)))
+
+        return jax.grad(bent)(x)
+
+    np.testing.assert_allclose(curvature(linear), curvature(lambda x, kernel: x @ kernel.T), atol=1e-4, rtol=1e-4)
+
+
+def test_threads_may_ask_for_a_kernel_at_once():
+    with made_with(Registers(32, 8)):
+        kernel, names = product.Product(), []
+        threads = [threading.Thread(target=lambda: names.append(registered(kernel))) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert names == [kernel.name] * 4
+
+
 def _programs(fn, *arguments):
     return jax.jit(fn).lower(*arguments).as_text()
 
@@ -131,7 +164,7 @@ def test_a_product_that_the_compiler_splits_is_its_own():
 
 def _attended(q, keys, values, table, below, bits, ends):
     arrays = (jnp.asarray(x, jnp.int32) for x in (table, below, bits, ends))
-    return jax.jit(cpu_attention.few_queries_attention)(q, keys.swapaxes(2, 3), values, *arrays)
+    return _fresh(cpu_attention.few_queries_attention)(q, keys.swapaxes(2, 3), values, *arrays)
 
 
 @pytest.mark.parametrize("queries", [1, 3, 4])
@@ -169,6 +202,29 @@ def test_bits_of_a_query_do_not_depend_on_the_others():
                 below[own, last],
             )
             np.testing.assert_array_equal(part, together[own, some])
+
+
+@pytest.mark.parametrize("which", ["q", "keys", "values"])
+def test_what_is_not_a_number_stays_none(which):
+    arrays = dict(zip(("q", "keys", "values", "table"), random_inputs(1), strict=True))
+    spoiled = {"q": (1, 0, 5, 3), "keys": (arrays["table"][1, 4], 1, 15, 3), "values": (arrays["table"][1, 4], 1, 2, 3)}
+    arrays[which] = arrays[which].at[spoiled[which]].set(jnp.nan)
+    below = np.array([[5], [80], [17]])
+    out = np.asarray(_attended(**arrays, below=below, bits=np.zeros_like(below), ends=below[:, 0]))
+    heads = slice(5, 6) if which == "q" else slice(SHARED, None)
+    assert np.isnan(out[1, 0, heads, 3]).all()
+    assert np.isfinite(out[[0, 2]]).all()
+    assert np.isfinite(out[1, 0, :SHARED]).all()
+
+
+def test_pages_beyond_the_pool_are_not_read():
+    """As of a row that asks for slots it has no page for: numbers without meaning, but numbers."""
+    q, keys, values, table = random_inputs(1)
+    table[1, 1:] = NO_PAGE
+    positions = jnp.asarray([[5], [PAGE * PAGES + 40], [17]], jnp.int32)
+    numerics = Numerics(key_block=PAGE)
+    out = paged_attention(q, keys.swapaxes(2, 3), values, jnp.asarray(table), positions, numerics)
+    assert np.isfinite(out).all()
 
 
 def test_large_scores_and_their_weights():

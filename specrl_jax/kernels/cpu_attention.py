@@ -8,6 +8,7 @@ whatever else is computed: its bits do not depend on the batch.
 
 import functools
 import math
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -29,9 +30,7 @@ from specrl_jax.kernels.llvm import (
     Value,
     function,
     lanes,
-    larger,
     registers,
-    total,
 )
 
 _MASKED = -1e30
@@ -214,9 +213,10 @@ class _Lines:
         return (self._query(line) * self.call.size(Q, 2) + head) * self.call.size(Q, 3)
 
     def page(self, number: Value) -> tuple[Pointer, Pointer]:
-        """Keys and values of a page of the row."""
+        """Keys and values of a page of the row; of one beyond the pool, those of the last."""
         call = self.call
         page = call.operand(TABLE, I32)[self.row * call.size(TABLE, 1) + number].as_type(I64, "sext")
+        page = page.least(call.size(KEYS, 0) - 1).most(0)
         at = (page * call.size(KEYS, 1) + self.group) * call.size(VALUES, 2) * call.size(VALUES, 3)
         return call.operand(KEYS) + at, call.operand(VALUES) + at
 
@@ -230,7 +230,7 @@ class _Lines:
         for line in self.tile(first):
             below, bits = self.mask(line)
             ends.append(bits.equals(0).where(below, below + _NODES))
-        return functools.reduce(larger, ends).as_type(I64, "sext")
+        return functools.reduce(Value.most, ends).as_type(I64, "sext")
 
 
 def _write_outer(module: ir.Module, name: str, width: int, fresh: bool) -> ir.Function:
@@ -287,7 +287,7 @@ def _write_weigh(module: ir.Module) -> ir.Function:
             score = reads(slot).where(scores.vector(slot) * scale, _MASKED)
             scores.set_vector(slot, score)
             highest[0] = highest[0].most(score)
-        new_top = top[0].most(highest[0].folded(larger))
+        new_top = top[0].most(highest[0].folded(Value.most))
         factor = _exp((top[0] - new_top).everywhere()).first()
         weights = code.variable(code.zeros())
         with code.loop(0, slots, lanes()) as slot:
@@ -295,19 +295,18 @@ def _write_weigh(module: ir.Module) -> ir.Function:
             scores.set_vector(slot, weight)
             weights[0] = weights[0] + weight
         top[0] = new_top
-        sum_[0] = sum_[0] * factor + weights[0].folded(total)
+        sum_[0] = sum_[0] * factor + weights[0].folded(operator.add)
         code.builder.ret(factor.raw)
     return made
 
 
 def _exp(x: Value) -> Value:
-    """The exponential of numbers of at most 0, to 2 units in the last place; tiny below -87."""
+    """The exponential of numbers of at most 0, to 2 units in the last place; tiny below -87, and of none again none."""
     x = x.most(_LEAST_EXPONENT)
     power = (x * (1.0 / math.log(2.0))).rounded()
     rest = x - power * _LOG2_HIGH - power * _LOG2_LOW
     series = rest * 0.0 + _EXP[0]
     for coefficient in _EXP[1:]:
         series = series * rest + coefficient
-    whole = ir.VectorType(I32, lanes())
-    scale = ((power.as_type(whole, "fptosi") + 127) << 23).as_type(x.raw.type, "bitcast")
+    scale = ((power.whole() + 127) << 23).as_type(x.raw.type, "bitcast")
     return (series * rest * rest + rest + 1.0) * scale

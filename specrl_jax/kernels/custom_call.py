@@ -8,6 +8,7 @@ so that nothing waits for a thread that is busy.
 
 import platform
 import sys
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -35,6 +36,7 @@ from specrl_jax.kernels.llvm import (
 _VERSION = (0, 3)  # of the interface, as jaxlib 0.10 has it; later ones keep it for a year at least
 _EXTENSION, _API, _CONTEXT, _NUM_ARGUMENTS, _ARGUMENTS, _RESULTS = 1, 2, 3, 7, 9, 14  # of a call's frame
 _METADATA, _VERSION_OF, _TRAITS, _STATE = 3, 3, 4, 5  # of the extension that asks for the version, and of its answer
+_ASKS_METADATA = 1  # its type
 _DATA, _DIMS = 3, 5  # of a buffer
 _ENTRIES, _SCHEDULE, _NUM_THREADS = 6, 11, 12  # of the API: its first function, and which of them these are
 _NEXT, _DONE, _HOLDERS, _BLOCKS, _FRAME, _WORDS = range(6)  # of a job
@@ -96,9 +98,17 @@ def named(name: str) -> str:
     return f"{name}_{registers().count}x{registers().lanes}"
 
 
-@cache
 def registered(kernel: Kernel) -> str:
     """The name by which `jax.ffi.ffi_call` knows a kernel; it is compiled when first asked for."""
+    with _one_at_a_time:
+        return _registered(kernel)
+
+
+_one_at_a_time = threading.Lock()
+
+
+@cache
+def _registered(kernel: Kernel) -> str:
     module = ir.Module(kernel.name)
     kernel.prepare(module)
     _write_handler(module, kernel)
@@ -109,14 +119,17 @@ def registered(kernel: Kernel) -> str:
 
 
 def with_gradient_of(plain: Callable[..., Any], kernel: Callable[..., Any], *arguments: Any) -> Any:
-    """`kernel(*arguments)`, whose gradient is that of a function that the compiler can differentiate."""
+    """`kernel(*arguments)`, whose gradient is that of a function that the compiler can differentiate.
+
+    Forward-mode differentiation is refused, as of every function with a rule of its own for the gradient.
+    """
 
     @jax.custom_vjp
     def run(*arguments: Any) -> Any:
         return kernel(*arguments)
 
     run.defvjp(
-        lambda *arguments: (kernel(*arguments), arguments),
+        lambda *arguments: (run(*arguments), arguments),
         lambda arguments, cotangents: jax.vjp(plain, *arguments)[1](cotangents),
     )
     return run(*arguments)
@@ -157,25 +170,27 @@ def _write_handler(module: ir.Module, kernel: Kernel) -> None:
     malloc = external(module, "malloc", ir.FunctionType(ADDRESS, [I64]))
     with function(module, kernel.name, ADDRESS, [ADDRESS], inside=False) as (_, code):
         frame = code.pointer(0, I64)
-        with code.if_(frame[_EXTENSION].equals(0)):
-            call = Call(code, frame)
-            blocks, worth = kernel.blocks(call), kernel.threads(call)
-            helpers = _threads(code, frame).least(blocks).least(worth).most(1) - 1
-            job = Pointer(code.builder, code.call(malloc, code.number(8 * _WORDS)).raw, I64)
-            job[_NEXT], job[_DONE], job[_HOLDERS] = code.number(0), code.number(0), helpers + 1
-            job[_BLOCKS] = blocks
-            job.of(ADDRESS)[_FRAME] = frame
-            with code.loop(0, helpers):
-                _schedule(code, frame, help_, job)
-            code.call(take, job)
-            _wait(code, job + _DONE, blocks)
-            code.call(leave, job)
         with code.if_(frame[_EXTENSION].differs(0)):
-            answer = frame.address(_EXTENSION).address(_METADATA)
-            for place, number in enumerate(_VERSION):
-                (answer + _VERSION_OF).of(I32)[place] = number
-            (answer + _TRAITS).of(I32)[0] = 0
-            answer[_STATE] = 0
+            extension = frame.address(_EXTENSION)
+            with code.if_((extension + 1).of(I32)[0].equals(_ASKS_METADATA)):
+                answer = extension.address(_METADATA)
+                for place, number in enumerate(_VERSION):
+                    (answer + _VERSION_OF).of(I32)[place] = number
+                (answer + _TRAITS).of(I32)[0] = 0
+                answer[_STATE] = 0
+                code.builder.ret(ir.Constant(ADDRESS, None))
+        call = Call(code, frame)
+        blocks, worth = kernel.blocks(call), kernel.threads(call)
+        helpers = _threads(code, frame).least(blocks).least(worth).most(1) - 1
+        job = Pointer(code.builder, code.call(malloc, code.number(8 * _WORDS)).raw, I64)
+        job[_NEXT], job[_DONE], job[_HOLDERS] = code.number(0), code.number(0), helpers + 1
+        job[_BLOCKS] = blocks
+        job.of(ADDRESS)[_FRAME] = frame
+        with code.loop(0, helpers):
+            _schedule(code, frame, help_, job)
+        code.call(take, job)
+        _wait(code, job + _DONE, blocks)
+        code.call(leave, job)
 
 
 def _api(code: Code, frame: Pointer, entry: int, words: list[Value | Pointer | int]) -> None:

@@ -3,7 +3,6 @@
 What is built here is compiled by LLVM when it is first asked for; no compiler needs to be installed.
 """
 
-import operator
 import platform
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -34,7 +33,10 @@ _named: ContextVar[Registers | None] = ContextVar("registers", default=None)
 
 @contextmanager
 def made_with(registers: Registers) -> Iterator[None]:
-    """Code written within is for other registers than this CPU has; LLVM makes it run here all the same."""
+    """Code written within is for other registers than this CPU has; LLVM makes it run here all the same.
+
+    A function that JAX has traced before is not written again.
+    """
     token = _named.set(registers)
     try:
         yield
@@ -140,16 +142,18 @@ class Value:
         """One of two places."""
         return Pointer(self.builder, self.builder.select(self.raw, yes.raw, no.raw), yes.kind)
 
-    def least(self, other: "Value | float") -> "Value":
-        """The smaller of two."""
+    def least(self, other: "Value | int") -> "Value":
+        """The smaller of two integers."""
         return (self < other).where(self, other)
 
     def most(self, other: "Value | float") -> "Value":
-        """The larger of two."""
+        """The larger of two; not a number where either is none."""
+        if self.is_float:
+            return self._by("maximum", Value(self.builder, self.like(other)))
         return (self > other).where(self, other)
 
     def as_type(self, kind: ir.Type, how: str) -> "Value":
-        """Converted by an instruction of LLVM's: `bitcast`, `fptosi`, `sitofp`, `sext`, `trunc`, `ptrtoint`."""
+        """Converted by an instruction of LLVM's: `bitcast`, `sitofp`, `sext`, `trunc`."""
         return Value(self.builder, getattr(self.builder, how)(self.raw, kind))
 
     def _by(self, name: str, *others: "Value") -> "Value":
@@ -168,6 +172,13 @@ class Value:
     def rounded(self) -> "Value":
         """The nearest whole numbers, as floats."""
         return self._by("rint")
+
+    def whole(self) -> "Value":
+        """Floats of a vector as integers of 32 bits."""
+        kind = ir.VectorType(I32, self.raw.type.count)
+        name = f"llvm.fptosi.sat.v{kind.count}i32.v{kind.count}f32"
+        called = external(self.builder.module, name, ir.FunctionType(kind, [self.raw.type]))
+        return Value(self.builder, self.builder.call(called, [self.raw]))
 
     def root(self) -> "Value":
         """The square root."""
@@ -344,16 +355,6 @@ def function(
             builder.ret_void()
         else:
             builder.ret(ir.Constant(returns, None if returns is ADDRESS else 0))
-
-
-def larger(a: Value, b: Value) -> Value:
-    """`most` as a function."""
-    return a.most(b)
-
-
-def total(a: Value, b: Value) -> Value:
-    """The sum as a function."""
-    return operator.add(a, b)
 
 
 @cache

@@ -3,6 +3,7 @@
 XLA makes several small operations of either, each of which costs more to start than to do.
 """
 
+import operator
 from dataclasses import dataclass, field
 
 import jax
@@ -11,7 +12,7 @@ from jaxtyping import Array, Float
 from llvmlite import ir
 
 from specrl_jax.kernels.custom_call import Call, Kernel, named, registered
-from specrl_jax.kernels.llvm import Pointer, Value, lanes, total
+from specrl_jax.kernels.llvm import Pointer, Value, lanes
 
 _LITTLE = 100_000  # numbers that are not worth another thread
 
@@ -79,7 +80,7 @@ class NormAndRotate(Kernel):
         squares = code.variable(code.zeros())
         with code.loop(0, width, lanes()) as c:
             squares[0] = squares[0].plus_product(x.vector(c), x.vector(c))
-        mean = squares[0].folded(total) / width.as_type(epsilon.kind, "sitofp")
+        mean = squares[0].folded(operator.add) / width.as_type(epsilon.kind, "sitofp")
         scale = (code.float(1.0) / (mean + epsilon[0]).root()).everywhere()
         with code.loop(0, width, lanes()) as c:
             y.set_vector(c, x.vector(c) * scale * weight.vector(c))

@@ -61,7 +61,7 @@ class Product(Kernel):
     def prepare(self, module: ir.Module) -> None:
         """A function for every number of tokens of a tile, and of places to ask for at each of its steps."""
         for tokens in range(1, _TOKENS + 1):
-            for asks in sorted({0, 1, _rows() // 2, _rows()}):
+            for asks in sorted({-(-_rows() * lanes() // groups // lanes()) for groups in range(1, _rows() + 1)} | {0}):
                 self.tiles[tokens, asks] = _write_tile(module, tokens, asks)
 
     def blocks(self, call: Call) -> Value:
@@ -113,7 +113,6 @@ def _asking(call: Call, tokens: Value) -> tuple[Value, Value]:
     groups, number = (tokens + (_TOKENS - 1)) // _TOKENS, call.code.number
     apart = number(_rows() * lanes()) // groups
     places = (apart + (lanes() - 1)) // lanes()
-    places = (places.equals(3)).where(number(4), places)
     return (tokens < 3).where(number(0), places), (tokens < 3).where(number(0), apart)
 
 

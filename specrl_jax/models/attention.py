@@ -291,14 +291,15 @@ def _in_kernel(
     tree: Tree | None,
 ) -> Float[Array, "r q h c"]:
     """Plain attention of a few queries over pages, in a kernel written by hand."""
-    below, bits, ends = positions + 1, jnp.zeros_like(positions), jnp.max(positions, axis=1) + 1
+    slots = table.shape[1] * values.shape[2]
+    below, bits, ends = positions + 1, jnp.zeros_like(positions), jnp.minimum(jnp.max(positions, axis=1) + 1, slots)
     if tree is not None:
         live, root = positions[:, :1] >= 0, jnp.maximum(positions[:, :1], 0)
         words = np.asarray(tree.sees).astype(np.uint32) @ (np.uint32(1) << np.arange(tree.size, dtype=np.uint32))
         below = jnp.broadcast_to(root, positions.shape)
         bits = jnp.where(live, jnp.asarray(words.astype(np.int32))[None], 0)
         # A row that is not live has no pages: nothing of it may be read.
-        ends = jnp.where(live, jnp.minimum(root + tree.size, table.shape[1] * values.shape[2]), 0)[:, 0]
+        ends = jnp.where(live, jnp.minimum(root + tree.size, slots), 0)[:, 0]
     # A kernel is not the compiler's to split over `tensor`.
     heads, pages, whole = P(None, None, TENSOR), P(None, TENSOR), P()
     kernel = (gpu_attention if backend() == "gpu" else cpu_attention).few_queries_attention

@@ -33,7 +33,7 @@ def linears(
         return tuple(_by_xla(x, kernel, dtype) for kernel in kernels)
 
     shapes = all(fits(kernel.shape[1], kernel.shape[0]) for kernel in kernels)
-    few = x.shape[0] <= _FEW_TOKENS and dtype in (None, jnp.float32)
+    few = x.shape[0] <= _FEW_TOKENS and (dtype is None or dtype == jnp.float32)
     if shapes and few and few_on_a_cpu(x, *kernels):
         return with_gradient_of(by_xla, product, x, tuple(kernels))
     return by_xla(x, kernels)

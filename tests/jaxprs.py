@@ -3,7 +3,10 @@
 import math
 
 import jax
+import pytest
 from jax.extend import core
+
+from specrl_jax.models.backend import made_for
 
 
 def equations(fn, *args):
@@ -31,3 +34,21 @@ def array_shapes(fn, *args):
 def array_sizes(fn, *args):
     """Elements of those arrays."""
     return [math.prod(shape) for shape in array_shapes(fn, *args)]
+
+
+def exported_for(platform, fn, *args):
+    """A program made and lowered for `cpu`, `cuda` or `tpu`.
+
+    Kernels written by hand are named: a program that is saved would miss them elsewhere.
+    """
+    from specrl_jax.kernels.custom_call import named
+
+    if platform == "cuda" and jax.__version_info__ >= (0, 11):
+        pytest.skip("newer versions lower Triton where there is a GPU")
+    ours = [named(f"specrl_jax_{what}") for what in ("product", "attention", "norm", "rotate", "norm_rotate")]
+    own = {"cpu": ours, "cuda": ["__gpu$xla.gpu.triton"]}.get(platform, [])
+    checks = [jax.export.DisabledSafetyCheck.custom_call(name) for name in own]
+    with made_for("gpu" if platform == "cuda" else platform):
+        exported = jax.export.export(fn, platforms=[platform], disabled_checks=checks)(*args)
+    assert exported.platforms == (platform,)
+    return exported

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 from specrl_jax.kernels import cpu_attention, llvm, norm, product
 from specrl_jax.kernels.custom_call import registered
 from specrl_jax.kernels.llvm import Registers, made_with
-from specrl_jax.models import backend
+from specrl_jax.models import few_tokens
 from specrl_jax.models.attention import paged_attention
 from specrl_jax.models.cache import NO_PAGE
 from specrl_jax.models.linear import linear, linears
@@ -149,6 +149,20 @@ def test_where_the_kernel_is_used():
     assert "custom_call" not in _programs(linear, np.zeros((129, 32), np.float32), kernel)
 
 
+def test_without_llvmlite_the_compiler_does_it_all(monkeypatch):
+    monkeypatch.setattr(few_tokens, "_can_be_written", lambda: False)
+    q, keys, values, table = random_inputs(1)
+    arguments = q, keys.swapaxes(2, 3), values, jnp.asarray(table), jnp.full((3, 1), 4), Numerics(key_block=PAGE)
+
+    def all_of_them(x, kernel):
+        return linear(rms_norm(x, x[0], 1e-6), kernel), paged_attention(*arguments)
+
+    x, (kernel,) = _operands(4, 32, (8,))
+    assert "custom_call @specrl_jax" not in _programs(all_of_them, x, kernel)
+    monkeypatch.undo()
+    assert _programs(lambda *a: all_of_them(*a), x, kernel).count("custom_call @specrl_jax") == 3
+
+
 @pytest.mark.skipif(len(jax.devices()) < 8, reason="needs eight devices")
 def test_a_product_that_the_compiler_splits_is_its_own():
     mesh = make_mesh(MeshConfig(data=2, fsdp=2, tensor=2))
@@ -280,7 +294,7 @@ def test_norm_and_rotation_have_gradients(weighted, monkeypatch):
 
     assert "custom_call" in _programs(loss, x, weight)
     found = jax.grad(loss, argnums=(0, 1))(x, weight)
-    monkeypatch.setattr(backend, "_FEW_NUMBERS", 0)
+    monkeypatch.setattr(few_tokens, "_FEW_NUMBERS", 0)
     jax.clear_caches()
     assert "custom_call" not in _programs(loss, x, weight)
     wanted = jax.grad(loss, argnums=(0, 1))(x, weight)

@@ -294,9 +294,8 @@ def run(program, folder, task=None, **config):
     return report, batches, read_metrics(folder)
 
 
-@pytest.mark.parametrize(
-    "host", [pytest.param(False, id="in-graph", marks=pytest.mark.bits), pytest.param(True, id="host")]
-)
+@pytest.mark.parametrize("host", [False, True], ids=["in-graph", "host"])
+@pytest.mark.bits
 @ci
 def test_pieces_and_the_scanned_step_give_the_same_bits(tmp_path, host):
     draft_length = 0 if host else 3

@@ -63,7 +63,7 @@ def test_trained_and_served_equal_speculators(name):
     unrolled = unroll(params.weights, embed, tokens, features, config, STEPS)
     np.testing.assert_allclose(unrolled, expected[name], atol=1e-5, rtol=1e-5)
     served = served_logits(config, params, embed, tokens[0], features[0], STEPS)
-    np.testing.assert_allclose(served, expected[name][:, 0], atol=1e-5)
+    np.testing.assert_allclose(served, expected[name][:, 0], atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("flag", ["fc_norm", "norm_output", "norm_before_fc", "norm_before_residual", "qk_norm"])

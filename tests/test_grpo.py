@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jaxprs import exported_for
 from tiny import assert_same
 
 from specrl_jax.data.prompts import Prompts
@@ -17,8 +18,6 @@ from specrl_jax.drafters.draft_losses import DraftLossConfig
 from specrl_jax.drafters.eagle3 import Eagle3Drafter
 from specrl_jax.drafters.eagle3_params import Eagle3Config, init_eagle3
 from specrl_jax.errors import InputError
-from specrl_jax.kernels.custom_call import named
-from specrl_jax.models.backend import made_for
 from specrl_jax.models.config import PolicyConfig
 from specrl_jax.models.numerics import Numerics
 from specrl_jax.models.params import init_params
@@ -376,13 +375,7 @@ def test_a_state_is_taken_over_with_arrays_that_occur_twice(data):
 @pytest.mark.parametrize("platform", ["cpu", "cuda", "tpu"])
 def test_the_scanned_step_lowers_for_every_platform(platform):
     program = make_program(3)
-    # Kernels of this CPU's own are named, since a program that is saved would miss them elsewhere.
-    own = [named(f"specrl_jax_{what}") for what in ("product", "attention", "norm", "norm_rotate")]
-    checks = [jax.export.DisabledSafetyCheck.custom_call(name) for name in own] if platform == "cpu" else []
-    with made_for("gpu" if platform == "cuda" else platform):
-        shapes = jax.eval_shape(lambda: first_state(program))
-        exported = jax.export.export(program.scanned(2), platforms=[platform], disabled_checks=checks)(shapes)
-    assert platform in exported.platforms
+    exported = exported_for(platform, program.scanned(2), jax.eval_shape(lambda: first_state(program)))
     assert "callback" not in exported.mlir_module()
 
 

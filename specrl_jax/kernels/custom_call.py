@@ -10,10 +10,8 @@ import platform
 import sys
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
 
 import jax
 from llvmlite import ir
@@ -116,23 +114,6 @@ def _registered(kernel: Kernel) -> str:
     jax.ffi.register_ffi_target(kernel.name, jax.ffi.pycapsule(library[kernel.name]), platform="cpu")
     _kept.append(library)
     return kernel.name
-
-
-def with_gradient_of(plain: Callable[..., Any], kernel: Callable[..., Any], *arguments: Any) -> Any:
-    """`kernel(*arguments)`, whose gradient is that of a function that the compiler can differentiate.
-
-    Forward-mode differentiation is refused, as of every function with a rule of its own for the gradient.
-    """
-
-    @jax.custom_vjp
-    def run(*arguments: Any) -> Any:
-        return kernel(*arguments)
-
-    run.defvjp(
-        lambda *arguments: (run(*arguments), arguments),
-        lambda arguments, cotangents: jax.vjp(plain, *arguments)[1](cotangents),
-    )
-    return run(*arguments)
 
 
 _kept: list[object] = []

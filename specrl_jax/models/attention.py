@@ -21,9 +21,10 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
-from specrl_jax.kernels import cpu_attention, gpu_attention
+from specrl_jax.kernels import gpu_attention
 from specrl_jax.models.backend import backend
 from specrl_jax.models.cache import read_pages, read_slots, slots_last
+from specrl_jax.models.few_tokens import on_a_cpu
 from specrl_jax.models.linear import wide_dtype
 from specrl_jax.models.numerics import Numerics, in_chunks, opaque_int
 from specrl_jax.models.tree import Tree
@@ -278,8 +279,11 @@ def _kernel_fits(q: Float[Array, "r q h c"], values: Shaped[Array, "p g s c"], t
     sharing, nodes = q.shape[1] * q.shape[2] // heads, 0 if tree is None else tree.size
     if backend() == "gpu":
         return gpu_attention.kernel_fits(sharing, page_size, width, values.dtype.itemsize, nodes)
-    whole = q.dtype == values.dtype == jnp.float32
-    return backend() == "cpu" and whole and cpu_attention.kernel_fits(sharing, page_size, width, nodes)
+    if not on_a_cpu() or not q.dtype == values.dtype == jnp.float32:
+        return False
+    from specrl_jax.kernels import cpu_attention
+
+    return cpu_attention.kernel_fits(sharing, page_size, width, nodes)
 
 
 def _in_kernel(
@@ -302,7 +306,11 @@ def _in_kernel(
         ends = jnp.where(live, jnp.minimum(root + tree.size, slots), 0)[:, 0]
     # A kernel is not the compiler's to split over `tensor`.
     heads, pages, whole = P(None, None, TENSOR), P(None, TENSOR), P()
-    kernel = (gpu_attention if backend() == "gpu" else cpu_attention).few_queries_attention
+    kernel: Callable[..., Array] = gpu_attention.few_queries_attention
+    if backend() == "cpu":
+        from specrl_jax.kernels import cpu_attention
+
+        kernel = cpu_attention.few_queries_attention
     split = by_hand_too(TENSOR, kernel, (heads, pages, pages, whole, whole, whole, whole), heads)
     return split(q, keys, values, table, below, bits, ends)
 

@@ -7,9 +7,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from specrl_jax.kernels.custom_call import with_gradient_of
-from specrl_jax.kernels.product import fits, product
-from specrl_jax.models.backend import backend, few_on_a_cpu
+from specrl_jax.models.backend import backend
+from specrl_jax.models.few_tokens import few_on_a_cpu, with_gradient_of
 
 # Tokens up to which the kernel for CPUs costs less than XLA's product: on two cores of an EPYC (36 layers of width 448)
 # 0.5 to 0.7 of the time for 1 to 24 tokens, 0.8 for 32 to 64, 0.9 for 128, as much for 256.
@@ -32,10 +31,12 @@ def linears(
     def by_xla(x: Array, kernels: Sequence[Array]) -> tuple[Array, ...]:
         return tuple(_by_xla(x, kernel, dtype) for kernel in kernels)
 
-    shapes = all(fits(kernel.shape[1], kernel.shape[0]) for kernel in kernels)
     few = x.shape[0] <= _FEW_TOKENS and (dtype is None or dtype == jnp.float32)
-    if shapes and few and few_on_a_cpu(x, *kernels):
-        return with_gradient_of(by_xla, product, x, tuple(kernels))
+    if few and few_on_a_cpu(x, *kernels):
+        from specrl_jax.kernels.product import fits, product
+
+        if all(fits(kernel.shape[1], kernel.shape[0]) for kernel in kernels):
+            return with_gradient_of(by_xla, product, x, tuple(kernels))
     return by_xla(x, kernels)
 
 

@@ -4,9 +4,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from specrl_jax.kernels import norm
-from specrl_jax.kernels.custom_call import with_gradient_of
-from specrl_jax.models.backend import few_on_a_cpu
+from specrl_jax.models.few_tokens import few_on_a_cpu, with_gradient_of
 from specrl_jax.models.linear import wide_dtype
 
 
@@ -18,10 +16,12 @@ def rms_norm(x: Float[Array, "*n d"], weight: Float[Array, "d"], eps: float) -> 
         scale = jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
         return (wide * scale).astype(x.dtype) * jnp.expand_dims(weight, range(x.ndim - 1))
 
-    def in_kernel(x: Array, weight: Array) -> Array:
-        heads = x.reshape(-1, 1, x.shape[-1])
-        return norm.norm_and_rotate(heads, (weight, eps), None).reshape(x.shape)
+    if few_on_a_cpu(x, weight):
+        from specrl_jax.kernels.norm import fits, norm_and_rotate
 
-    if norm.fits(x.shape[-1], rotates=False) and few_on_a_cpu(x, weight):
-        return with_gradient_of(by_xla, in_kernel, x, weight)
+        def in_kernel(x: Array, weight: Array) -> Array:
+            return norm_and_rotate(x.reshape(-1, 1, x.shape[-1]), (weight, eps), None).reshape(x.shape)
+
+        if fits(x.shape[-1], rotates=False):
+            return with_gradient_of(by_xla, in_kernel, x, weight)
     return by_xla(x, weight)

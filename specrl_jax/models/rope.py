@@ -6,10 +6,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from specrl_jax.kernels import norm
-from specrl_jax.kernels.custom_call import with_gradient_of
-from specrl_jax.models.backend import few_on_a_cpu
 from specrl_jax.models.config import RopeConfig
+from specrl_jax.models.few_tokens import few_on_a_cpu, with_gradient_of
 from specrl_jax.models.norm import rms_norm
 
 
@@ -84,9 +82,7 @@ def apply_rope(
     x: Float[Array, "n h c"], cos: Float[Array, "n 1 half"], sin: Float[Array, "n 1 half"]
 ) -> Float[Array, "n h c"]:
     """Rotate channel `i` with channel `i + c/2` (the Hugging Face layout)."""
-    if not _in_kernel(x, cos):
-        return _rotated(x, cos, sin)
-    return with_gradient_of(_rotated, lambda x, cos, sin: norm.norm_and_rotate(x, None, (cos, sin)), x, cos, sin)
+    return norm_and_rotate(x, None, 0.0, cos, sin)
 
 
 def norm_and_rotate(
@@ -97,23 +93,20 @@ def norm_and_rotate(
     sin: Float[Array, "n 1 half"],
 ) -> Float[Array, "n h c"]:
     """`apply_rope` of heads, normed before where there is a weight."""
-    if weight is None:
-        return apply_rope(x, cos, sin)
-    if not _in_kernel(x, cos, weight):
-        return _rotated(rms_norm(x, weight, eps), cos, sin)
 
-    def by_xla(x: Array, weight: Array, cos: Array, sin: Array) -> Array:
-        return _rotated(rms_norm(x, weight, eps), cos, sin)
+    def by_xla(x: Array, weight: Array | None, cos: Array, sin: Array) -> Array:
+        return _rotated(x if weight is None else rms_norm(x, weight, eps), cos, sin)
 
-    def in_kernel(x: Array, weight: Array, cos: Array, sin: Array) -> Array:
-        return norm.norm_and_rotate(x, (weight, eps), (cos, sin))
+    weights = () if weight is None else (weight,)
+    if cos.shape == (x.shape[0], 1, x.shape[2] // 2) and few_on_a_cpu(x, cos, *weights):
+        from specrl_jax.kernels import norm
 
-    return with_gradient_of(by_xla, in_kernel, x, weight, cos, sin)
+        def in_kernel(x: Array, weight: Array | None, cos: Array, sin: Array) -> Array:
+            return norm.norm_and_rotate(x, None if weight is None else (weight, eps), (cos, sin))
 
-
-def _in_kernel(x: Array, cos: Array, *weight: Array) -> bool:
-    whole = cos.shape == (x.shape[0], 1, x.shape[2] // 2)
-    return whole and norm.fits(x.shape[2], rotates=True) and few_on_a_cpu(x, cos, *weight)
+        if norm.fits(x.shape[2], rotates=True):
+            return with_gradient_of(by_xla, in_kernel, x, weight, cos, sin)
+    return by_xla(x, weight, cos, sin)
 
 
 def _rotated(x: Array, cos: Array, sin: Array) -> Array:

@@ -1,0 +1,55 @@
+"""When a CPU's own kernels (`specrl_jax.kernels`) take the place of the compiler's operations: a few tokens, float32.
+
+They need llvmlite; where that is missing, as on a machine that was set up for GPUs alone, the compiler does it all. It
+is imported where a kernel is used and not before.
+"""
+
+import importlib.util
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array
+
+from specrl_jax.models.backend import backend
+from specrl_jax.parallel.sharding import compiler_splits
+
+_FEW_NUMBERS = 2**18  # of all tokens, which stay close to a core while kernels pass by
+
+
+def few_on_a_cpu(x: Array, *others: Array) -> bool:
+    """Whether tokens are so few, and all in float32, that kernels cost less.
+
+    An array that the compiler splits over devices is its own business.
+    """
+    plain = all(array.dtype == jnp.float32 for array in (x, *others))
+    return on_a_cpu() and plain and 0 < x.size <= _FEW_NUMBERS and not compiler_splits()
+
+
+def on_a_cpu() -> bool:
+    """Whether programs are made for a CPU, and its kernels can be written."""
+    return backend() == "cpu" and _can_be_written()
+
+
+@cache
+def _can_be_written() -> bool:
+    return importlib.util.find_spec("llvmlite") is not None
+
+
+def with_gradient_of(plain: Callable[..., Any], kernel: Callable[..., Any], *arguments: Any) -> Any:
+    """`kernel(*arguments)`, whose gradient is that of a function that the compiler can differentiate.
+
+    Forward-mode differentiation is refused, as of every function with a rule of its own for the gradient.
+    """
+
+    @jax.custom_vjp
+    def run(*arguments: Any) -> Any:
+        return kernel(*arguments)
+
+    run.defvjp(
+        lambda *arguments: (run(*arguments), arguments),
+        lambda arguments, cotangents: jax.vjp(plain, *arguments)[1](cotangents),
+    )
+    return run(*arguments)

@@ -14,7 +14,7 @@ from typing import Any
 import llvmlite.binding as llvm
 from llvmlite import ir
 
-I1, I32, I64, F32 = ir.IntType(1), ir.IntType(32), ir.IntType(64), ir.FloatType()
+I32, I64, F32 = ir.IntType(32), ir.IntType(64), ir.FloatType()
 ADDRESS, NOTHING = ir.PointerType(), ir.VoidType()
 LINE = 16
 """Floats of a cache line."""
@@ -184,9 +184,9 @@ class Value:
         """The square root."""
         return self._by("sqrt")
 
-    def everywhere(self, count: int | None = None) -> "Value":
-        """A vector of this number, by default as wide as a register."""
-        kind = ir.VectorType(self.raw.type, count or lanes())
+    def everywhere(self) -> "Value":
+        """A register full of this number."""
+        kind = ir.VectorType(self.raw.type, lanes())
         one = self.builder.insert_element(ir.Constant(kind, ir.Undefined), self.raw, ir.Constant(I32, 0))
         return Value(self.builder, one).shuffled(Value(self.builder, one), [0] * kind.count)
 
@@ -248,9 +248,9 @@ class Pointer:
         """What lies there, read as an address."""
         return Pointer(self.builder, self.builder.load((self + index).raw, typ=ADDRESS), self.kind)
 
-    def vector(self, index: Value | int, count: int | None = None) -> Value:
-        """So many numbers from there on, by default a register's."""
-        kind = ir.VectorType(self.kind, count or lanes())
+    def vector(self, index: Value | int) -> Value:
+        """A register's numbers from there on."""
+        kind = ir.VectorType(self.kind, lanes())
         return Value(self.builder, self.builder.load((self + index).raw, typ=kind, align=4))
 
     def set_vector(self, index: Value | int, value: Value) -> None:

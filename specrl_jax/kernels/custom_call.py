@@ -37,7 +37,7 @@ _METADATA, _VERSION_OF, _TRAITS, _STATE = 3, 3, 4, 5  # of the extension that as
 _ASKS_METADATA = 1  # its type
 _DATA, _DIMS = 3, 5  # of a buffer
 _ENTRIES, _SCHEDULE, _NUM_THREADS = 6, 11, 12  # of the API: its first function, and which of them these are
-_NEXT, _DONE, _HOLDERS, _BLOCKS, _FRAME, _WORDS = range(6)  # of a job
+_NEXT, _DONE, _HOLDERS, _BLOCKS, _THREADS, _FRAME, _WORDS = range(7)  # of a job
 _SPINS = 2000  # before a thread that waits lets others run
 
 
@@ -120,10 +120,15 @@ _kept: list[object] = []
 """Machine code that XLA may call until the process ends."""
 
 
-def _count(counter: Pointer, by: int) -> Value:
+def _count(counter: Pointer, by: Value | int) -> Value:
     """Add to what threads share; what it was before."""
-    raw = counter.builder.atomic_rmw("add", counter.raw, ir.Constant(I64, by), "acq_rel")
-    return Value(counter.builder, raw)
+    amount = by.raw if isinstance(by, Value) else ir.Constant(I64, by)
+    return Value(counter.builder, counter.builder.atomic_rmw("add", counter.raw, amount, "acq_rel"))
+
+
+def _read(counter: Pointer) -> Value:
+    """What threads share, as it is now."""
+    return Value(counter.builder, counter.builder.load_atomic(counter.raw, "acquire", 8, typ=I64))
 
 
 def _write_job(module: ir.Module, kernel: Kernel) -> tuple[ir.Function, ir.Function, ir.Function]:
@@ -131,11 +136,19 @@ def _write_job(module: ir.Module, kernel: Kernel) -> tuple[ir.Function, ir.Funct
     with function(module, "take", NOTHING, [ADDRESS]) as (take, code):
         job = code.pointer(0, I64)
         blocks, call = job[_BLOCKS], Call(code, job.address(_FRAME))
-        index = code.variable(_count(job + _NEXT, 1))
-        with code.while_(lambda: index[0] < blocks):
-            kernel.block(call, index[0])
-            _count(job + _DONE, 1)
-            index[0] = _count(job + _NEXT, 1)
+        start, some = code.variable(code.number(0)), code.variable(code.number(0))
+
+        def some_left() -> Value:
+            """Take the next ones: blocks side by side, fewer and fewer, so that all threads end together."""
+            some[0] = ((blocks - _read(job + _NEXT)) // (job[_THREADS] * 2)).most(1)
+            start[0] = _count(job + _NEXT, some[0])
+            return start[0] < blocks
+
+        with code.while_(some_left):
+            stop = (start[0] + some[0]).least(blocks)
+            with code.loop(start[0], stop) as index:
+                kernel.block(call, index)
+            _count(job + _DONE, stop - start[0])
     with function(module, "leave", NOTHING, [ADDRESS]) as (leave, code):
         job = code.pointer(0, I64)
         with code.if_(_count(job + _HOLDERS, -1).equals(1)):
@@ -165,7 +178,7 @@ def _write_handler(module: ir.Module, kernel: Kernel) -> None:
         helpers = _threads(code, frame).least(blocks).least(worth).most(1) - 1
         job = Pointer(code.builder, code.call(malloc, code.number(8 * _WORDS)).raw, I64)
         job[_NEXT], job[_DONE], job[_HOLDERS] = code.number(0), code.number(0), helpers + 1
-        job[_BLOCKS] = blocks
+        job[_BLOCKS], job[_THREADS] = blocks, helpers + 1
         job.of(ADDRESS)[_FRAME] = frame
         with code.loop(0, helpers):
             _schedule(code, frame, help_, job)
@@ -202,10 +215,7 @@ def _wait(code: Code, done: Pointer, blocks: Value) -> None:
     nothing = ir.FunctionType(NOTHING, [])
     switch = ir.FunctionType(I32, [])
 
-    def unfinished() -> Value:
-        return Value(code.builder, code.builder.load_atomic(done.raw, "acquire", 8, typ=I64)) < blocks
-
-    with code.while_(unfinished):
+    with code.while_(lambda: _read(done) < blocks):
         if platform.machine().lower() in ("x86_64", "amd64"):
             code.builder.call(external(code.builder.module, "llvm.x86.sse2.pause", nothing), [])
         spins[0] = spins[0] + 1

@@ -29,8 +29,7 @@ from specrl_jax.kernels.llvm import (
     registers,
 )
 
-_BLOCK = 32  # rows of a kernel that a thread takes at a time
-_NEAR = 16  # of them that stay close to the core while all tokens pass by
+_BLOCK = 16  # rows of a kernel
 _TOKENS = 4  # of a tile
 _LITTLE = 100_000  # multiplications that are not worth another thread
 
@@ -88,14 +87,13 @@ class Product(Kernel):
         rows, tokens, width = call.size(kernel[0], 0), call.size(0, 0), call.size(0, 1)
         start = left[0] * _BLOCK
         asks, apart = _asking(call, tokens)
-        with call.code.loop(start, (start + _BLOCK).least(rows), _NEAR) as near:
-            ahead = call.code.variable((near + _NEAR) * width)
+        with call.code.loop(start, (start + _BLOCK).least(rows), _rows()) as row:
+            ahead = call.code.variable((row + _rows()) * width)
             with call.code.loop(0, tokens, _TOKENS) as token:
                 size = (tokens - token).least(_TOKENS)
-                with call.code.loop(near, (near + _NEAR).least(rows), _rows()) as row:
-                    here = weights + row * width, call.operand(0) + token * width, out + (token * rows + row)
-                    self._tile(call, size, asks, [*here, width, rows, weights + ahead[0], apart])
-                    ahead[0] = ahead[0] + width // lanes() * apart
+                here = weights + row * width, call.operand(0) + token * width, out + (token * rows + row)
+                self._tile(call, size, asks, [*here, width, rows, weights + ahead[0], apart])
+                ahead[0] = ahead[0] + width // lanes() * apart
 
     def _tile(self, call: Call, size: Value, asks: Value, arguments: Sequence[Value | Pointer]) -> None:
         """The function for a tile of `size` tokens that asks for so many places at a step."""
@@ -107,13 +105,11 @@ class Product(Kernel):
 def _asking(call: Call, tokens: Value) -> tuple[Value, Value]:
     """Places that a tile asks for at a step, and how many floats on it asks at the next.
 
-    The tiles of some rows, one for every group of tokens, ask for as many rows ahead. So few tokens that nothing is
-    computed meanwhile leave it to the processor.
+    The tiles of some rows, one for every group of tokens, ask for as many rows ahead.
     """
-    groups, number = (tokens + (_TOKENS - 1)) // _TOKENS, call.code.number
-    apart = number(_rows() * lanes()) // groups
-    places = (apart + (lanes() - 1)) // lanes()
-    return (tokens < 3).where(number(0), places), (tokens < 3).where(number(0), apart)
+    groups = (tokens + (_TOKENS - 1)) // _TOKENS
+    apart = call.code.number(_rows() * lanes()) // groups
+    return (apart + (lanes() - 1)) // lanes(), apart
 
 
 def _blocks_of(call: Call, kernel: Value) -> Value:

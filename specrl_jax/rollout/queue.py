@@ -19,10 +19,11 @@ from specrl_jax.drafters.protocol import read_first
 from specrl_jax.errors import InputError
 from specrl_jax.models.cache import NO_PAGE, pages_for
 from specrl_jax.models.params import PolicyParams
-from specrl_jax.models.policy import forward, grid_batch, policy_pool, sequence_positions
+from specrl_jax.models.policy import policy_pool
 from specrl_jax.rollout.adaptive import AdaptiveRound
 from specrl_jax.rollout.control import Control, forget
 from specrl_jax.rollout.pool import Pool, grant, hold, kept_back
+from specrl_jax.rollout.prefill import read_prompts
 from specrl_jax.rollout.rows import Rows, Unread
 from specrl_jax.rollout.sampling import with_tokens
 from specrl_jax.rollout.trajectory import RolloutStats, Trajectory
@@ -228,12 +229,11 @@ class SequenceQueue(AdaptiveRound):
             drafter = read_first(self.drafter, draft_params, params.embed, drafter, tokens[:, 0])
         if width > 1:
             cache = replace(pool.cache(batch.rows), table=table, length=jnp.zeros_like(read))
-            grid = grid_batch(tokens[:, :-1], sequence_positions(read, width - 1))
-            out = forward(params, self.policy, grid, numerics=self.numerics, cache=cache, boundaries=self.boundaries)
-            assert out.cache is not None
-            pool = pool.with_cache(out.cache)
+            cache, features = read_prompts(
+                params, self.policy, tokens[:, :-1], read, cache, self.numerics, self.boundaries
+            )
+            pool = pool.with_cache(cache)
             if self.drafter is not None and self.speculative:
-                features = self.features(out, together, width - 1)
                 drafter = self.drafter.commit(draft_params, params.embed, drafter, tokens[:, 1:], features, read)
         count = jnp.minimum(waiting.count + together, prompts.lengths.shape[0])
         return replace(batch, pool=pool, waiting=Waiting(waiting.count, count, table, drafter))

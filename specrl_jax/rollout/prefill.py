@@ -1,0 +1,64 @@
+"""Prefill: prompts are read together, their tokens side by side without padding, some at a time."""
+
+from dataclasses import replace
+
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+from specrl_jax.models.backend import backend
+from specrl_jax.models.cache import KVCache
+from specrl_jax.models.config import PolicyConfig
+from specrl_jax.models.numerics import Numerics
+from specrl_jax.models.params import PolicyParams
+from specrl_jax.models.policy import TokenBatch, forward
+
+
+def chunk_tokens() -> int:
+    """Tokens read at a time: so many that reading the weights costs little beside computing, and few prompts end
+    far from a multiple. Two cores of an EPYC do 32 tokens at 0.85 of the speed of any number."""
+    return 32 if backend() == "cpu" else 512
+
+
+def read_prompts(
+    params: PolicyParams,
+    policy: PolicyConfig,
+    tokens: Int[Array, "r t"],
+    lengths: Int[Array, "r"],
+    cache: KVCache,
+    numerics: Numerics,
+    boundaries: tuple[int, ...],
+) -> tuple[KVCache, Float[Array, "r t fd"]]:
+    """Keys and values of prompts, and their residual streams at some boundaries.
+
+    Args:
+        tokens, lengths: prompts, right-padded.
+        cache: empty pages of theirs.
+        boundaries: as in `forward`.
+
+    Returns:
+        The cache with the prompts written (its `length` is not advanced), and the streams concatenated, 0 in padding.
+    """
+    rows, width = tokens.shape
+    chunk = min(chunk_tokens(), rows * width)
+    ends = jnp.cumsum(lengths, dtype=jnp.int32)
+    starts = ends - lengths
+    streams = jnp.zeros((rows, width, len(boundaries) * policy.hidden_size), params.embed.dtype)
+
+    def another(state: tuple[Int[Array, ""], KVCache, Array]) -> tuple[Int[Array, ""], KVCache, Array]:
+        first, cache, streams = state
+        index = first + jnp.arange(chunk, dtype=jnp.int32)
+        row = jnp.minimum(jnp.searchsorted(ends, index, side="right").astype(jnp.int32), rows - 1)
+        place = jnp.clip(index - starts[row], 0, width - 1)
+        positions = jnp.where(index < ends[-1], place, -1)
+        batch = TokenBatch(tokens[row, place], row, positions, rows, min(chunk, width), is_grid=rows == 1)
+        before = replace(cache, length=jnp.clip(first - starts, 0, lengths))
+        out = forward(params, policy, batch, numerics=numerics, cache=before, boundaries=boundaries)
+        assert out.cache is not None
+        if out.features is not None:
+            streams = streams.at[row, jnp.where(positions < 0, width, place)].set(out.features, mode="drop")
+        return first + chunk, replace(out.cache, length=cache.length), streams
+
+    start = jnp.int32(0), cache, streams
+    _, cache, streams = lax.while_loop(lambda state: state[0] < ends[-1], another, start)
+    return cache, streams

@@ -65,3 +65,14 @@ def _give_programs_back():
     """Every compiled program holds memory maps, of which a process may have some 65,000."""
     yield
     jax.clear_caches()
+
+
+# Those of AVX-512, AVX2, NEON and SSE. LLVM splits what this CPU's registers do not hold.
+@pytest.fixture(params=[(32, 16), (16, 8), (32, 4), (16, 4)], ids=lambda r: f"{r[0]}x{r[1]}")
+def any_registers(request):
+    """Code written within is for so many vector registers of so many floats."""
+    from specrl_jax.kernels.llvm import Registers, made_with
+
+    registers = Registers(*request.param)
+    with made_with(registers):
+        yield registers

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from attention_by_hand import GROUPS, PAGE, PAGES, SHARED, attention_by_hand, chain_reads, random_inputs, tree_masks
 from jax.sharding import PartitionSpec as P
+from kernel_inputs import fresh, normal
 
 from specrl_jax.kernels import cpu_attention, llvm, norm, product
 from specrl_jax.kernels.custom_call import registered
@@ -25,49 +26,31 @@ from specrl_jax.parallel.mesh import MeshConfig, make_mesh
 
 pytestmark = pytest.mark.ci
 
-# Those of AVX-512, AVX2, NEON and SSE. LLVM splits what this CPU's registers do not hold.
-REGISTERS = [Registers(32, 16), Registers(16, 8), Registers(32, 4), Registers(16, 4)]
-
-
-@pytest.fixture(params=REGISTERS, ids=lambda r: f"{r.count}x{r.lanes}")
-def any_registers(request):
-    with made_with(request.param):
-        yield request.param
-
-
-def _fresh(fn):
-    """Compiled as if never seen before: what JAX has traced is not written for other registers."""
-    return jax.jit(lambda *arguments: fn(*arguments))
-
-
-def _normal(rng, *shape):
-    return jnp.asarray(rng.standard_normal(shape), jnp.float32)
-
 
 def _angles(rng, tokens, half):
-    angles = _normal(rng, tokens, 1, half)
+    angles = normal(rng, tokens, 1, half)
     return jnp.cos(angles), jnp.sin(angles)
 
 
 def _operands(tokens, inputs, outputs):
     rng = np.random.default_rng(tokens)
-    return _normal(rng, tokens, inputs), [_normal(rng, rows, inputs) for rows in outputs]
+    return normal(rng, tokens, inputs), [normal(rng, rows, inputs) for rows in outputs]
 
 
 @pytest.mark.parametrize("tokens", [1, 2, 3, 4, 5, 8, 11, 16, 33, 70])
 def test_products_are_those_of_float64(tokens, any_registers):
     x, kernels = _operands(tokens, 96, (4, 36, 132))
-    assert f"{any_registers.count}x{any_registers.lanes}" in _fresh(product.product).lower(x, kernels).as_text()
-    found = _fresh(product.product)(x, kernels)
+    assert f"{any_registers.count}x{any_registers.lanes}" in fresh(product.product).lower(x, kernels).as_text()
+    found = fresh(product.product)(x, kernels)
     for ours, kernel in zip(found, kernels, strict=True):
         np.testing.assert_allclose(ours, np.float64(x) @ np.float64(kernel).T, rtol=0, atol=2e-5)
 
 
 def test_bits_of_a_token_do_not_depend_on_the_others(any_registers):
     x, kernels = _operands(33, 256, (64, 260))
-    together = _fresh(product.product)(x, kernels)
+    together = fresh(product.product)(x, kernels)
     for first, count in ((0, 1), (5, 2), (7, 3), (9, 4), (20, 13)):
-        alone = _fresh(product.product)(x[first : first + count], kernels)
+        alone = fresh(product.product)(x[first : first + count], kernels)
         for ours, all_ in zip(alone, together, strict=True):
             np.testing.assert_array_equal(ours, all_[first : first + count])
 
@@ -75,7 +58,7 @@ def test_bits_of_a_token_do_not_depend_on_the_others(any_registers):
 def test_work_for_many_threads_is_done_once():
     """Blocks are taken by XLA's threads and the caller's; several programs run side by side."""
     x, kernels = _operands(8, 512, (4096, 512, 1024))
-    program, wanted = _fresh(product.product), [np.float64(x) @ np.float64(kernel).T for kernel in kernels]
+    program, wanted = fresh(product.product), [np.float64(x) @ np.float64(kernel).T for kernel in kernels]
     wrong = []
 
     def many():
@@ -178,7 +161,7 @@ def test_a_product_that_the_compiler_splits_is_its_own():
 
 def _attended(q, keys, values, table, below, bits, ends):
     arrays = (jnp.asarray(x, jnp.int32) for x in (table, below, bits, ends))
-    return _fresh(cpu_attention.few_queries_attention)(q, keys.swapaxes(2, 3), values, *arrays)
+    return fresh(cpu_attention.few_queries_attention)(q, keys.swapaxes(2, 3), values, *arrays)
 
 
 @pytest.mark.parametrize("queries", [1, 3, 4])
@@ -271,7 +254,7 @@ def test_what_attention_fits(any_registers):
 @pytest.mark.parametrize(("normed", "turned"), [(True, True), (True, False), (False, True)])
 def test_heads_are_normed_and_turned(normed, turned, any_registers):
     rng = np.random.default_rng(0)
-    x, weight = _normal(rng, 5, 3, 64), _normal(rng, 64)
+    x, weight = normal(rng, 5, 3, 64), normal(rng, 64)
     cos, sin = _angles(rng, 5, 32)
     wanted, c, s = np.float64(x), np.float64(cos), np.float64(sin)
     if normed:
@@ -286,7 +269,7 @@ def test_heads_are_normed_and_turned(normed, turned, any_registers):
 @pytest.mark.parametrize("weighted", [True, False])
 def test_norm_and_rotation_have_gradients(weighted, monkeypatch):
     rng = np.random.default_rng(1)
-    x, weight, angles = _normal(rng, 5, 3, 64), _normal(rng, 64), _angles(rng, 5, 32)
+    x, weight, angles = normal(rng, 5, 3, 64), normal(rng, 64), _angles(rng, 5, 32)
 
     def loss(x, weight):
         turned = norm_and_rotate(x, weight if weighted else None, 1e-6, *angles)

@@ -7,7 +7,6 @@ whatever else is computed: its bits do not depend on the batch.
 """
 
 import functools
-import math
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -18,6 +17,7 @@ from jaxtyping import Array, Float, Int
 from llvmlite import ir
 
 from specrl_jax.kernels.custom_call import Call, Kernel, named, registered
+from specrl_jax.kernels.elementary import exp
 from specrl_jax.kernels.llvm import (
     ADDRESS,
     F32,
@@ -38,10 +38,6 @@ _LINES = 4  # queries of a tile
 _MOST_LINES, _MOST_SLOTS, _MOST_WIDTH = 256, 256, 512  # that there is room for
 _LITTLE = 100_000  # multiplications that are not worth another thread
 _NODES = 32  # of a tree, as the bits of a word
-_EXP = (1.9875691500e-4, 1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1)
-"""Cephes' polynomial of exp(r) = 1 + r + r^2 p(r), |r| <= log(2) / 2."""
-_LOG2_HIGH, _LOG2_LOW = 0.693359375, -2.12194440e-4
-_LEAST_EXPONENT = -87.0  # what exp of it is is still a normal number
 
 Q, KEYS, VALUES, TABLE, BELOW, BITS, ENDS = range(7)
 """Operands."""
@@ -288,25 +284,13 @@ def _write_weigh(module: ir.Module) -> ir.Function:
             scores.set_vector(slot, score)
             highest[0] = highest[0].most(score)
         new_top = top[0].most(highest[0].folded(Value.most))
-        factor = _exp((top[0] - new_top).everywhere()).first()
+        factor = exp((top[0] - new_top).everywhere()).first()
         weights = code.variable(code.zeros())
         with code.loop(0, slots, lanes()) as slot:
-            weight = reads(slot).where(_exp(scores.vector(slot) - new_top.everywhere()), 0.0)
+            weight = reads(slot).where(exp(scores.vector(slot) - new_top.everywhere()), 0.0)
             scores.set_vector(slot, weight)
             weights[0] = weights[0] + weight
         top[0] = new_top
         sum_[0] = sum_[0] * factor + weights[0].folded(operator.add)
         code.builder.ret(factor.raw)
     return made
-
-
-def _exp(x: Value) -> Value:
-    """The exponential of numbers of at most 0, to 2 units in the last place; tiny below -87, and of none again none."""
-    x = x.most(_LEAST_EXPONENT)
-    power = (x * (1.0 / math.log(2.0))).rounded()
-    rest = x - power * _LOG2_HIGH - power * _LOG2_LOW
-    series = rest * 0.0 + _EXP[0]
-    for coefficient in _EXP[1:]:
-        series = series * rest + coefficient
-    scale = ((power.whole() + 127) << 23).as_type(x.raw.type, "bitcast")
-    return (series * rest * rest + rest + 1.0) * scale

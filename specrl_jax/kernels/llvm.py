@@ -114,6 +114,9 @@ class Value:
     def __or__(self, other: "Value | int") -> "Value":
         return self._with("or_", other)
 
+    def __xor__(self, other: "Value | int") -> "Value":
+        return self._with("xor", other)
+
     def __rshift__(self, other: "Value | int") -> "Value":
         return self._with("lshr", other)
 
@@ -142,8 +145,8 @@ class Value:
         """One of two places."""
         return Pointer(self.builder, self.builder.select(self.raw, yes.raw, no.raw), yes.kind)
 
-    def least(self, other: "Value | int") -> "Value":
-        """The smaller of two integers."""
+    def least(self, other: "Value | float") -> "Value":
+        """The smaller of two; the second where either is none."""
         return (self < other).where(self, other)
 
     def most(self, other: "Value | float") -> "Value":

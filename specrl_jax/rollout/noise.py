@@ -75,12 +75,17 @@ def random_bits(
     keys: UInt32[Array, "n 2"], positions: Int[Array, "n"], token_ids: Int[Array, "*n v"]
 ) -> UInt32[Array, "n v"]:
     """32 bits for every (sequence, position, token)."""
-    position = _mix(positions.astype(jnp.uint32) * jnp.uint32(0x9E3779B9) + jnp.uint32(0x85EBCA6B))
-    first = _mix(keys[:, 0] + position)
-    second = _mix(keys[:, 1] ^ _mix(position + first))
+    words = noise_words(keys, positions)
     token_ids = token_ids if token_ids.ndim == 2 else token_ids[None]
     ids = token_ids.astype(jnp.uint32) * jnp.uint32(0x9E3779B9)
-    return _mix(_mix(ids + first[:, None]) ^ second[:, None])
+    return _mix(_mix(ids + words[:, :1]) ^ words[:, 1:])
+
+
+def noise_words(keys: UInt32[Array, "n 2"], positions: Int[Array, "n"]) -> UInt32[Array, "n 2"]:
+    """What the noise of every token depends on beside its id."""
+    position = _mix(positions.astype(jnp.uint32) * jnp.uint32(0x9E3779B9) + jnp.uint32(0x85EBCA6B))
+    first = _mix(keys[:, 0] + position)
+    return jnp.stack([first, _mix(keys[:, 1] ^ _mix(position + first))], axis=1)
 
 
 def gumbel_noise(

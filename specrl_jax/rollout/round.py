@@ -135,13 +135,19 @@ class Round:
             if seen is not None and depth:
                 seen = with_drafts(seen, before.reshape(-1, depth))
             ids = target_ids if target_ids.ndim == 1 else target_ids.reshape(len(position), -1)
-            log_q = law.log_law(logits.reshape(len(position), -1), Context(position, seen), ids)
+            logits, context = logits.reshape(len(position), -1), Context(position, seen)
+            row_keys, noisy = jnp.repeat(keys, shape[1], axis=0), not config.rule.argmax_drafts
+            if count == 1 and ids.ndim == 1 and not config.rule.needs_laws and not self.numerics.invariant:
+                drawn = law.draw(logits, row_keys, context, ids, noisy)
+                if drawn is not None:
+                    # Where the law allows none of the candidates, the first one is drafted, to be rejected.
+                    confidence = jnp.where(jnp.isnan(drawn[1]), 0.0, drawn[1])
+                    return Choice(ids[drawn[0]].reshape(*shape, 1), confidence=confidence.reshape(shape))
+            log_q = law.log_law(logits, context, ids)
             # Where the law allows none of the candidates, the first one is drafted, to be rejected.
             only = jnp.where(jnp.arange(log_q.shape[1], dtype=jnp.int32) == 0, 0.0, -jnp.inf)
             log_q = jnp.where(jnp.isnan(log_q), only[None], log_q)
-            scores = log_q
-            if not config.rule.argmax_drafts:
-                scores = law.perturbed(log_q, jnp.repeat(keys, shape[1], axis=0), position, ids)
+            scores = law.perturbed(log_q, row_keys, position, ids) if noisy else log_q
             found = best(scores, count)
             token = ids[found] if ids.ndim == 1 else jnp.take_along_axis(ids, found, axis=1)
             if not config.rule.needs_laws:

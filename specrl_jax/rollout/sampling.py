@@ -13,10 +13,12 @@ from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from specrl_jax.errors import InputError
 from specrl_jax.models.config import PolicyConfig
+from specrl_jax.models.few_tokens import on_a_cpu
 from specrl_jax.models.numerics import Numerics, in_chunks, map_tokens
 from specrl_jax.models.params import PolicyParams
 from specrl_jax.models.policy import head_weights, token_logits
-from specrl_jax.rollout.noise import best, gumbel_noise
+from specrl_jax.parallel.sharding import compiler_splits
+from specrl_jax.rollout.noise import best, gumbel_noise, noise_words
 
 
 @struct.dataclass
@@ -94,7 +96,13 @@ class SamplingLaw:
     def tempered(
         self, logits: Float[Array, "n v"], context: Context, token_ids: Int[Array, "*n v"]
     ) -> Float[Array, "n v"]:
-        """Log-law after steps 1 to 3.
+        """Log-law after steps 1 to 3; arguments as of `scaled`."""
+        return jax.nn.log_softmax(self.scaled(logits, context, token_ids), axis=-1)
+
+    def scaled(
+        self, logits: Float[Array, "n v"], context: Context, token_ids: Int[Array, "*n v"]
+    ) -> Float[Array, "n v"]:
+        """What the softmax of step 3 is taken of.
 
         Column `i` of the logits is vocabulary entry `token_ids[i]`, or `token_ids[n, i]` where each token has its own.
         """
@@ -109,8 +117,7 @@ class SamplingLaw:
         if self.min_new_tokens:
             early = context.position < self.min_new_tokens
             logits = jnp.where(early[:, None] & _among(token_ids, self.end_ids), -jnp.inf, logits)
-        scale = 1.0 if self.greedy else 1.0 / self.temperature
-        return jax.nn.log_softmax(logits * scale, axis=-1)
+        return logits * (1.0 if self.greedy else 1.0 / self.temperature)
 
     def threshold(self, tempered: Float[Array, "n v"]) -> Float[Array, "n"]:
         """A tempered log-probability between the support and what is dropped; -inf where everything remains.
@@ -159,6 +166,28 @@ class SamplingLaw:
         """Log-probabilities of the next token after all steps."""
         tempered = self.tempered(logits, context, token_ids)
         return self.restrict(tempered, self.threshold(tempered))
+
+    def draw(
+        self,
+        logits: Float[Array, "n v"],
+        keys: UInt32[Array, "n 2"],
+        context: Context,
+        token_ids: Int[Array, "v"],
+        noisy: bool = True,
+    ) -> tuple[Int[Array, "n"], Float[Array, "n"], Float[Array, "n"]] | None:
+        """Column of a token drawn with the noise of its position, its log-probability, and the law's entropy.
+
+        None where there is no kernel for it. Without noise the most probable token is drawn.
+        """
+        kernel_wanted = on_a_cpu() and not self.filtered and not compiler_splits()
+        if not kernel_wanted or logits.dtype != jnp.float32:
+            return None
+        from specrl_jax.kernels import draw
+
+        if not draw.fits(logits.shape[1]):
+            return None
+        words = noise_words(keys, context.position) if noisy and not self.greedy else None
+        return draw.draw(self.scaled(logits, context, token_ids), token_ids, words)
 
     def perturbed(
         self,
@@ -214,6 +243,7 @@ def _sample_block(
     config: PolicyConfig,
     law: SamplingLaw,
     keep_law: bool,
+    invariant: bool,
     weights: tuple[Array, Array],
     hidden: Float[Array, "n d"],
     keys: UInt32[Array, "n 2"],
@@ -221,6 +251,9 @@ def _sample_block(
 ) -> tuple[TokenLaw, Float[Array, "n v"] | None]:
     logits = token_logits(config, weights, hidden)
     ids = jnp.arange(logits.shape[1], dtype=jnp.int32)
+    drawn = None if keep_law or invariant else law.draw(logits, keys, Context(*context), ids)
+    if drawn is not None:
+        return TokenLaw(*drawn, jnp.full(logits.shape[:1], -jnp.inf)), None
     tempered = law.tempered(logits, Context(*context), ids)
     threshold = law.threshold(tempered)
     log_law = law.restrict(tempered, threshold)
@@ -258,7 +291,7 @@ def sample_tokens(
 
     With `keep_law` the whole log-law is returned too, for rules that judge drafts by it.
     """
-    block = functools.partial(_sample_block, config, law, keep_law)
+    block = functools.partial(_sample_block, config, law, keep_law, numerics.invariant)
     seen = () if context.seen is None else (context.seen,)
     return map_tokens(block, head_weights(params), (hidden, keys, context.position, *seen), numerics)
 

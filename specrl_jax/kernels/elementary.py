@@ -1,0 +1,47 @@
+"""Exponential and logarithm of vectors, as polynomials (those of Cephes), for the CPU's kernels."""
+
+import math
+
+from llvmlite import ir
+
+from specrl_jax.kernels.llvm import I32, Value
+
+_EXP = (1.9875691500e-4, 1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1)
+"""p of exp(r) = 1 + r + r^2 p(r), |r| <= log(2) / 2."""
+_LOG = (
+    *(7.0376836292e-2, -1.1514610310e-1, 1.1676998740e-1, -1.2420140846e-1, 1.4249322787e-1, -1.6668057665e-1),
+    *(2.0000714765e-1, -2.4999993993e-1, 3.3333331174e-1),
+)
+"""p of log(1 + r) = r - r^2 / 2 + r^3 p(r), sqrt(1/2) - 1 <= r <= sqrt(2) - 1."""
+_LOG2_HIGH, _LOG2_LOW = 0.693359375, -2.12194440e-4
+LEAST_EXPONENT = -87.0
+"""What exp of it is is still a normal number."""
+
+
+def exp(x: Value) -> Value:
+    """The exponential of numbers of at most 0, to 2 units in the last place; tiny below -87, and of none again none."""
+    x = x.most(LEAST_EXPONENT)
+    power = (x * (1.0 / math.log(2.0))).rounded()
+    rest = x - power * _LOG2_HIGH - power * _LOG2_LOW
+    scale = ((power.whole() + 127) << 23).as_type(x.raw.type, "bitcast")
+    return (_polynomial(rest, _EXP) * rest * rest + rest + 1.0) * scale
+
+
+def log(x: Value) -> Value:
+    """The logarithm of normal numbers above 0, to 2 units in the last place or 1e-7."""
+    kind = x.raw.type
+    bits = x.as_type(ir.VectorType(I32, kind.count), "bitcast")
+    half = ((bits & 0x7FFFFF) | 0x3F000000).as_type(kind, "bitcast")  # from 1/2 to below 1
+    small = half < math.sqrt(0.5)
+    power = ((bits >> 23) - 126).as_type(kind, "sitofp") - small.where(half * 0.0 + 1.0, 0.0)
+    rest = small.where(half + half, half) - 1.0
+    square = rest * rest
+    low = _polynomial(rest, _LOG) * rest * square + power * _LOG2_LOW - square * 0.5
+    return rest + low + power * _LOG2_HIGH
+
+
+def _polynomial(x: Value, coefficients: tuple[float, ...]) -> Value:
+    series = x * 0.0 + coefficients[0]
+    for coefficient in coefficients[1:]:
+        series = series * x + coefficient
+    return series

@@ -1,0 +1,97 @@
+"""Draws by the CPU's kernel against float64, and rollouts with and without it."""
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from kernel_inputs import fresh, normal
+from numpy_noise import bits, uniform
+from tiny import PLAIN, POLICY, keys_of, random_eagle3, run, tiny_params, tiny_prompts
+
+from specrl_jax.kernels import draw
+from specrl_jax.rollout import sampling
+from specrl_jax.rollout.config import RolloutConfig
+from specrl_jax.rollout.engine import RolloutEngine
+from specrl_jax.rollout.noise import best, noise_words
+from specrl_jax.rollout.sampling import Context, SamplingLaw
+
+pytestmark = pytest.mark.ci
+
+
+def _laws(tokens, vocab_size=160):
+    rng = np.random.default_rng(tokens)
+    logits = 4 * normal(rng, tokens, vocab_size)
+    keys = jnp.asarray(rng.integers(0, 2**32, (tokens, 2), dtype=np.uint32))
+    ids = jnp.asarray(rng.permutation(1000)[:vocab_size], jnp.int32)
+    return logits.at[:, 5].set(-jnp.inf), keys, jnp.arange(tokens, dtype=jnp.int32), ids
+
+
+@pytest.mark.parametrize("noisy", [True, False])
+def test_draws_are_those_of_float64(noisy, any_registers):
+    """Token, log-probability and entropy, with the noise of `rollout/noise.py` as NumPy makes it."""
+    logits, keys, positions, ids = _laws(33)
+    words = noise_words(keys, positions) if noisy else None
+    tokens, log_probs, entropies = fresh(draw.draw)(logits, ids, words)
+    for row in range(len(logits)):
+        law = np.float64(logits[row]) - np.log(np.sum(np.exp(np.float64(logits[row]))))
+        key = tuple(int(word) for word in keys[row])
+        noise = [-np.log(-np.log1p(-uniform(bits(key, row, int(token))))) for token in ids]
+        assert tokens[row] == np.argmax(law + np.array(noise) * noisy)
+        np.testing.assert_allclose(log_probs[row], law[tokens[row]], rtol=0, atol=2e-6)
+        shown = law[np.isfinite(law)]
+        np.testing.assert_allclose(entropies[row], -np.sum(np.exp(shown) * shown), rtol=0, atol=5e-6)
+
+
+def test_draws_of_many_keys_have_the_law():
+    """Ten thousand draws from one law; the bound is that of a chi-squared variable of 15 degrees, once in 10^5."""
+    logits = jnp.tile(normal(np.random.default_rng(0), 1, 16), (10_000, 1))
+    keys = jnp.stack([jnp.arange(10_000, dtype=jnp.uint32), jnp.full((10_000,), 7, jnp.uint32)], axis=1)
+    words = noise_words(keys, jnp.zeros((10_000,), jnp.int32))
+
+    def distance(words):
+        tokens = draw.draw(logits, jnp.arange(16, dtype=jnp.int32), words)[0]
+        wanted = 10_000 * np.asarray(jax.nn.softmax(logits[0]))
+        return np.sum((np.bincount(tokens, minlength=16) - wanted) ** 2 / wanted)
+
+    assert distance(words) < 50
+    assert distance(words & jnp.uint32(7)) > 50  # a planted bug: most bits are gone
+
+
+def test_laws_without_a_token_and_of_no_numbers_draw_the_first_column(any_registers):
+    logits = jnp.stack([jnp.full((32,), -jnp.inf), jnp.zeros((32,)).at[3].set(jnp.nan), jnp.zeros((32,))])
+    ids, words = jnp.arange(32, dtype=jnp.int32), jnp.ones((3, 2), jnp.uint32)
+    tokens, log_probs, _ = fresh(draw.draw)(logits, ids, words)
+    np.testing.assert_array_equal(tokens[:2], 0)
+    np.testing.assert_array_equal(jnp.isnan(log_probs), [True, True, False])
+
+
+def test_the_kernel_draws_what_other_backends_draw():
+    """With a temperature, penalties and bans; and it stays out where the law is filtered."""
+    logits, keys, positions, ids = _laws(40)
+    law = SamplingLaw(0.8, repetition_penalty=1.3, forbidden=(2,), min_new_tokens=3, end_ids=(7,))
+    context = Context(positions, jnp.asarray(np.random.default_rng(1).random((40, 1000)) < 0.3))
+    tokens, log_probs, entropies = law.draw(logits, keys, context, ids)
+    log_law = law.log_law(logits, context, ids)
+    np.testing.assert_array_equal(tokens, best(law.perturbed(log_law, keys, positions, ids))[:, 0])
+    np.testing.assert_allclose(log_probs, log_law[jnp.arange(40), tokens], rtol=0, atol=2e-6)
+    np.testing.assert_allclose(entropies, -jnp.nansum(jnp.exp(log_law) * log_law, axis=1), rtol=0, atol=5e-6)
+    assert replace(law, top_k=3).draw(logits, keys, context, ids) is None
+
+
+def test_rollouts_are_those_without_the_kernel(monkeypatch):
+    """Drafts or none, kernel or none: the same tokens."""
+    config = replace(POLICY, vocab_size=32)
+    params, prompts, (drafter, draft) = tiny_params(config), tiny_prompts(), random_eagle3(config, draft_vocab=16)
+    keys, tokens = keys_of(prompts, 2), []
+    for k, by_hand in ((0, False), (0, True), (3, False), (3, True)):
+        monkeypatch.setattr(sampling, "on_a_cpu", lambda by_hand=by_hand: by_hand)
+        engine = RolloutEngine(
+            config, RolloutConfig(12, 2, k, SamplingLaw(end_ids=(1,))), PLAIN, drafter if k else None
+        )
+        program = jax.jit(lambda *arguments, engine=engine: engine.rollout(*arguments))
+        assert ("specrl_jax_draw" in program.lower(params, draft if k else None, prompts, keys).as_text()) == by_hand
+        tokens.append(run(engine, prompts, keys, params, draft, program).tokens)
+    for others in tokens[1:]:
+        np.testing.assert_array_equal(others, tokens[0])

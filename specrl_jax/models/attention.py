@@ -286,6 +286,12 @@ def _kernel_fits(q: Float[Array, "r q h c"], values: Shaped[Array, "p g s c"], t
     return cpu_attention.kernel_fits(sharing, page_size, width, nodes)
 
 
+def best_apart(q: Float[Array, "n h c"], values: Shaped[Array, "p g s c"], numerics: Numerics) -> bool:
+    """Whether tokens that are packed are read as rows of one query each: by the kernel for CPUs, which takes the heads
+    of a token together anyhow. Laying them on a grid and picking them up again costs more."""
+    return backend() == "cpu" and not numerics.invariant and _kernel_fits(q[:, None], values, None)
+
+
 def _in_kernel(
     q: Float[Array, "r q h c"],
     keys: Shaped[Array, "p g _ _"],

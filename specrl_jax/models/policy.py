@@ -23,7 +23,7 @@ import numpy as np
 from flax import struct
 from jaxtyping import Array, Float, Int
 
-from specrl_jax.models.attention import attention, paged_attention
+from specrl_jax.models.attention import attention, best_apart, paged_attention
 from specrl_jax.models.cache import KVCache, init_pool, locate, own_pages, pages_for, write_keys, write_values
 from specrl_jax.models.config import PolicyConfig
 from specrl_jax.models.linear import linear, linears, logits_of
@@ -197,14 +197,19 @@ def forward(
 
     def through(layer: LayerParams, x: Float[Array, "n d"], pages: tuple[Array, Array] | None) -> Any:
         q, k, v = map_tokens(functools.partial(_norm_and_project, config), layer, (x, angles_at), numerics)
-        grid = _to_grid(q, batch, queries)
         if cache is None or where is None or pages is None:
-            k, v = (_to_grid(y, batch, queries).transpose(0, 2, 1, 3) for y in (k, v))
-            attended = attention(grid, k, v, grid_positions, numerics)
+            q, k, v = (_to_grid(y, batch, queries) for y in (q, k, v))
+            attended = attention(q, k.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3), grid_positions, numerics)
+            attended = _from_grid(attended, batch, queries)
         else:
             pages = write_keys(pages[0], k, *where), write_values(pages[1], v, *where)
-            attended = paged_attention(grid, *pages, cache.table, grid_positions, numerics, batch.tree)
-        attended = _from_grid(attended, batch, queries)
+            if not batch.is_grid and best_apart(q, pages[1], numerics):
+                table, positions = cache.table[batch.rows], batch.positions[:, None]
+                attended = paged_attention(q[:, None], *pages, table, positions, numerics)[:, 0]
+            else:
+                grid = _to_grid(q, batch, queries)
+                attended = paged_attention(grid, *pages, cache.table, grid_positions, numerics, batch.tree)
+                attended = _from_grid(attended, batch, queries)
         return map_tokens(functools.partial(mix_and_mlp, config), layer, (x, attended), numerics), pages
 
     if remat:

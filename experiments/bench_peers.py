@@ -3,8 +3,8 @@
 Every peer runs in an environment and a process of its own (`experiments/peers/`) and times its own call. All arms
 are called in turn with the same prompts and temperature; responses have one length and end tokens are ignored, or, with
 `--task`, end as they end. Log-probabilities of the sampled tokens are computed where the engine can. `speedup` is the
-peer's seconds per response token over our first arm's, the median of paired ratios with its 95% interval: above 1 we
-are faster. `products_ms` is the bare time of
+arm's seconds per response token over those of our fastest arm, the median of paired ratios with its 95% interval: above
+1 ours is faster. `products_ms` is the bare time of
 the policy's matrix products of one step in that engine's library.
 """
 
@@ -212,8 +212,9 @@ def measure(pair: Pair, config: Config, work: Work, peers: Mapping[str, Peer]) -
     if config.invariant:
         arms["ours, invariant"] = Ours(pair, config, work, config.draft_lengths[0], Numerics("invariant", 8, 8))
     arms |= {name: Theirs(peer, work) for name, peer in peers.items()}
-    seconds = in_turn(arms, config.repeats)
-    first, ours_ms = next(iter(arms)), our_products(pair, rows)
+    seconds, ours_ms = in_turn(arms, config.repeats), our_products(pair, rows)
+    ours = [name for name, arm in arms.items() if isinstance(arm, Ours)]
+    fastest = min(ours, key=lambda name: float(np.median(seconds[name])))
     table = []
     for name, arm in arms.items():
         row: dict[str, Any] = {
@@ -226,7 +227,7 @@ def measure(pair: Pair, config: Config, work: Work, peers: Mapping[str, Peer]) -
             "new_tokens": "natural" if config.work.task else config.work.tokens,
             "tokens_per_second": 1.0 / float(np.median(seconds[name])),
         }
-        middle = ratio(seconds[name], seconds[first])
+        middle = ratio(seconds[name], seconds[fastest])
         row |= dict(zip(("speedup", "speedup_low", "speedup_high"), middle, strict=True)) | arm.figures
         if isinstance(arm, Theirs):
             products = arm.peer.request("matmul", shapes=chain_shapes(pair, rows), repeats=10)

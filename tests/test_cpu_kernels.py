@@ -17,7 +17,7 @@ from specrl_jax.kernels.llvm import Registers, made_with
 from specrl_jax.models import few_tokens
 from specrl_jax.models.attention import paged_attention
 from specrl_jax.models.cache import NO_PAGE
-from specrl_jax.models.linear import linear, linears
+from specrl_jax.models.linear import linear, linears, swiglu
 from specrl_jax.models.norm import rms_norm
 from specrl_jax.models.numerics import Numerics
 from specrl_jax.models.rope import norm_and_rotate
@@ -44,6 +44,37 @@ def test_products_are_those_of_float64(tokens, any_registers):
     found = fresh(product.product)(x, kernels)
     for ours, kernel in zip(found, kernels, strict=True):
         np.testing.assert_allclose(ours, np.float64(x) @ np.float64(kernel).T, rtol=0, atol=2e-5)
+
+
+@pytest.mark.parametrize("tokens", [1, 4, 5, 33, 128])
+def test_what_is_done_with_products_is_that_of_float64(tokens, any_registers):
+    x, (gate, up) = _operands(tokens, 96, (48, 48))
+    more = normal(np.random.default_rng(0), tokens, 48)
+    gated, raised = (np.float64(x) @ np.float64(kernel).T for kernel in (gate, up))
+    np.testing.assert_allclose(fresh(product.product_plus)(x, gate, more), gated + more, rtol=0, atol=2e-5)
+    wanted = gated / (1 + np.exp(-gated)) * raised
+    np.testing.assert_allclose(fresh(product.gated_product)(x, gate, up), wanted, rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize(("tokens", "by_hand"), [(7, True), (129, False)])
+def test_a_gated_mlp_has_gradients(tokens, by_hand):
+    x, (gate, up) = _operands(tokens, 32, (16, 16))
+    down = normal(np.random.default_rng(0), 32, 16)
+
+    def loss(mlp, *arguments):
+        return jnp.sum(jnp.sin(mlp(*arguments)))
+
+    def by_xla(x, gate, up, down):
+        return x + (jax.nn.silu(x @ gate.T) * (x @ up.T)) @ down.T
+
+    def by_us(x, gate, up, down):
+        return swiglu(x, gate, up, down, plus=x)
+
+    assert ("product_gated" in _programs(by_us, x, gate, up, down)) == by_hand
+    arguments = (x, gate, up, down)
+    wanted = jax.grad(functools.partial(loss, by_xla), argnums=(0, 1, 2, 3))(*arguments)
+    found = jax.grad(functools.partial(loss, by_us), argnums=(0, 1, 2, 3))(*arguments)
+    jax.tree.map(functools.partial(np.testing.assert_allclose, atol=1e-2, rtol=1e-3), found, wanted)
 
 
 def test_bits_of_a_token_do_not_depend_on_the_others(any_registers):

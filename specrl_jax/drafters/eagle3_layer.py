@@ -14,9 +14,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from specrl_jax.drafters.eagle3_params import Eagle3Config, Eagle3Weights
-from specrl_jax.models.linear import linear, linears, logits_of
+from specrl_jax.models.linear import linear, linears, logits_of, swiglu
 from specrl_jax.models.norm import rms_norm
-from specrl_jax.models.policy import swiglu
 from specrl_jax.models.rope import norm_and_rotate, rope_angles
 
 
@@ -74,9 +73,9 @@ def mix_and_mlp(
     config: Eagle3Config, weights: Eagle3Weights, residual: Float[Array, "n d"], attended: Float[Array, "n h c"]
 ) -> Float[Array, "n d"]:
     """The layer after attention: `h2` from the slot's residual and what it attended to."""
-    mixed = residual + linear(attended.reshape(residual.shape[0], -1), weights.o_proj)
+    mixed = linear(attended.reshape(residual.shape[0], -1), weights.o_proj, plus=residual)
     normed = rms_norm(mixed, weights.mlp_norm, config.rms_norm_eps)
-    return mixed + swiglu(normed, weights.gate_proj, weights.up_proj, weights.down_proj)
+    return swiglu(normed, weights.gate_proj, weights.up_proj, weights.down_proj, plus=mixed)
 
 
 def draft_logits(config: Eagle3Config, weights: Eagle3Weights, hidden: Float[Array, "n d"]) -> Float[Array, "n dv"]:

@@ -7,8 +7,7 @@ from jaxtyping import Array, Float, Int
 
 from specrl_jax.drafters.mtp_layouts import Experts
 from specrl_jax.drafters.mtp_params import ExpertWeights
-from specrl_jax.models.linear import linear
-from specrl_jax.models.policy import swiglu
+from specrl_jax.models.linear import linear, swiglu
 
 _LEAST = 1e-20
 

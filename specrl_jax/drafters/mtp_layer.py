@@ -21,9 +21,8 @@ from specrl_jax.drafters.mtp_experts import mixture
 from specrl_jax.drafters.mtp_latent import latent_keys, latent_output, latent_queries
 from specrl_jax.drafters.mtp_layouts import Experts, GroupedAttention, LatentAttention, MtpConfig
 from specrl_jax.drafters.mtp_params import DenseWeights, ExpertWeights, GroupedWeights, LatentWeights, MtpWeights
-from specrl_jax.models.linear import linear, logits_of
+from specrl_jax.models.linear import linear, logits_of, swiglu
 from specrl_jax.models.norm import rms_norm
-from specrl_jax.models.policy import swiglu
 from specrl_jax.models.rope import apply_rope, rope_angles
 
 

@@ -27,6 +27,13 @@ def exp(x: Value) -> Value:
     return (_polynomial(rest, _EXP) * rest * rest + rest + 1.0) * scale
 
 
+def sigmoid(x: Value) -> Value:
+    """`1 / (1 + exp(-x))`, to 3 units in the last place."""
+    positive = x > 0.0
+    small = exp(positive.where(x * -1.0, x))
+    return positive.where(x * 0.0 + 1.0, small) / (small + 1.0)
+
+
 def log(x: Value) -> Value:
     """The logarithm of normal numbers above 0, to 2 units in the last place or 1e-7."""
     kind = x.raw.type

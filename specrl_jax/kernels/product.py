@@ -15,6 +15,7 @@ from jaxtyping import Array, Float
 from llvmlite import ir
 
 from specrl_jax.kernels.custom_call import Call, Kernel, named, registered
+from specrl_jax.kernels.elementary import sigmoid
 from specrl_jax.kernels.llvm import (
     ADDRESS,
     F32,
@@ -30,6 +31,7 @@ from specrl_jax.kernels.llvm import (
 )
 
 _BLOCK = 16  # rows of a kernel
+_MOST_TOKENS = 128  # whose products of a block stay near
 _TOKENS = 4  # of a tile
 _LITTLE = 100_000  # multiplications that are not worth another thread
 
@@ -44,10 +46,27 @@ def fits(inputs: int, outputs: int) -> bool:
     return inputs % max(lanes(), LINE) == 0 and outputs % _rows() == 0
 
 
+def in_blocks(tokens: int, outputs: int) -> bool:
+    """Whether something can be done with products while they are near: `product_plus` and `gated_product`."""
+    return tokens <= _MOST_TOKENS and outputs % max(_BLOCK, lanes()) == 0
+
+
 def product(x: Float[Array, "n i"], kernels: Sequence[Float[Array, "_ i"]]) -> tuple[Float[Array, "n _"], ...]:
     """`x @ kernel.T` for each of some float32 kernels whose shapes fit."""
     results = [jax.ShapeDtypeStruct((x.shape[0], kernel.shape[0]), jnp.float32) for kernel in kernels]
     return tuple(jax.ffi.ffi_call(registered(Product()), results, vmap_method="sequential")(x, *kernels))
+
+
+def product_plus(x: Float[Array, "n i"], kernel: Float[Array, "o i"], more: Float[Array, "n o"]) -> Float[Array, "n o"]:
+    """`x @ kernel.T + more`."""
+    result = jax.ShapeDtypeStruct(more.shape, jnp.float32)
+    return jax.ffi.ffi_call(registered(ProductPlus()), result, vmap_method="sequential")(x, kernel, more)
+
+
+def gated_product(x: Float[Array, "n i"], gate: Float[Array, "o i"], up: Float[Array, "o i"]) -> Float[Array, "n o"]:
+    """`silu(x @ gate.T) * (x @ up.T)`."""
+    result = jax.ShapeDtypeStruct((x.shape[0], gate.shape[0]), jnp.float32)
+    return jax.ffi.ffi_call(registered(GatedProduct()), result, vmap_method="sequential")(x, gate, up)
 
 
 @dataclass(frozen=True)
@@ -83,16 +102,19 @@ class Product(Kernel):
         with call.code.while_(lambda: left[0] > _blocks_of(call, kernel[0]) - 1):
             left[0] = left[0] - _blocks_of(call, kernel[0])
             kernel[0] = kernel[0] + 1
-        weights, out = call.operand(kernel[0]), call.result(kernel[0] - 1)
-        rows, tokens, width = call.size(kernel[0], 0), call.size(0, 0), call.size(0, 1)
-        start = left[0] * _BLOCK
+        rows = call.size(kernel[0], 0)
+        self._rows(call, kernel[0], left[0] * _BLOCK, call.result(kernel[0] - 1), rows)
+
+    def _rows(self, call: Call, kernel: Value | int, start: Value, out: Pointer, across: Value) -> None:
+        """Those of a block, a tile's at a time, with all tokens, whose sums lie `across` apart."""
+        weights, rows, tokens, width = call.operand(kernel), call.size(kernel, 0), call.size(0, 0), call.size(0, 1)
         asks, apart = _asking(call, tokens)
         with call.code.loop(start, (start + _BLOCK).least(rows), _rows()) as row:
             ahead = call.code.variable((row + _rows()) * width)
             with call.code.loop(0, tokens, _TOKENS) as token:
                 size = (tokens - token).least(_TOKENS)
-                here = weights + row * width, call.operand(0) + token * width, out + (token * rows + row)
-                self._tile(call, size, asks, [*here, width, rows, weights + ahead[0], apart])
+                here = weights + row * width, call.operand(0) + token * width, out + (token * across + row)
+                self._tile(call, size, asks, [*here, width, across, weights + ahead[0], apart])
                 ahead[0] = ahead[0] + width // lanes() * apart
 
     def _tile(self, call: Call, size: Value, asks: Value, arguments: Sequence[Value | Pointer]) -> None:
@@ -100,6 +122,43 @@ class Product(Kernel):
         for (tokens, places), tile in self.tiles.items():
             with call.code.if_(size.equals(tokens) & asks.equals(places)):
                 call.code.call(tile, *arguments)
+
+
+@dataclass(frozen=True)
+class ProductPlus(Product):
+    """Operands `x`, one kernel, and what is added to their product, `[n, out]`."""
+
+    name: str = field(default_factory=lambda: named("specrl_jax_product_plus"))
+
+    def blocks(self, call: Call) -> Value:
+        """Of the kernel."""
+        return _blocks_of(call, 1)
+
+    def block(self, call: Call, index: Value) -> None:
+        """Products, to which the rest is added while they are near."""
+        start, rows, out, more = index * _BLOCK, call.size(1, 0), call.result(0), call.operand(2)
+        self._rows(call, 1, start, out, rows)
+        with call.code.loop(0, call.size(0, 0)) as token, call.code.loop(0, _BLOCK, lanes()) as row:
+            place = token * rows + start + row
+            out.set_vector(place, out.vector(place) + more.vector(place))
+
+
+@dataclass(frozen=True)
+class GatedProduct(ProductPlus):
+    """Operands `x`, and the kernels of what gates and of what is gated."""
+
+    name: str = field(default_factory=lambda: named("specrl_jax_product_gated"))
+
+    def block(self, call: Call, index: Value) -> None:
+        """Both products of a block; the second one waits nearby for the first."""
+        start, rows, out = index * _BLOCK, call.size(1, 0), call.result(0)
+        raised, across = call.code.room(F32, _MOST_TOKENS * _BLOCK), call.code.number(_BLOCK)
+        self._rows(call, 1, start, out, rows)
+        self._rows(call, 2, start, raised + start * -1, across)
+        with call.code.loop(0, call.size(0, 0)) as token, call.code.loop(0, _BLOCK, lanes()) as row:
+            place = token * rows + start + row
+            gate = out.vector(place)
+            out.set_vector(place, gate * sigmoid(gate) * raised.vector(token * _BLOCK + row))
 
 
 def _asking(call: Call, tokens: Value) -> tuple[Value, Value]:
@@ -112,7 +171,7 @@ def _asking(call: Call, tokens: Value) -> tuple[Value, Value]:
     return (apart + (lanes() - 1)) // lanes(), apart
 
 
-def _blocks_of(call: Call, kernel: Value) -> Value:
+def _blocks_of(call: Call, kernel: Value | int) -> Value:
     return (call.size(kernel, 0) + (_BLOCK - 1)) // _BLOCK
 
 

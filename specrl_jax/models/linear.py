@@ -15,12 +15,49 @@ from specrl_jax.models.few_tokens import few_on_a_cpu, with_gradient_of
 _FEW_TOKENS = 128
 
 
-def linear(x: Float[Array, "n i"], kernel: Float[Array, "o i"], dtype: Any = None) -> Float[Array, "n o"]:
-    """`x @ kernel.T`, accumulated and returned in `dtype`, by default that of `x`.
+def linear(
+    x: Float[Array, "n i"], kernel: Float[Array, "o i"], dtype: Any = None, plus: Float[Array, "n o"] | None = None
+) -> Float[Array, "n o"]:
+    """`x @ kernel.T`, accumulated and returned in `dtype`, by default that of `x`; `plus` is added to it.
 
     On a GPU one token is a sum along the rows of the kernel, which XLA reads faster than its product of one row does.
     """
-    return linears(x, (kernel,), dtype)[0]
+    if plus is None:
+        return linears(x, (kernel,), dtype)[0]
+
+    def by_xla(x: Array, kernel: Array, plus: Array) -> Array:
+        return plus + _by_xla(x, kernel, dtype)
+
+    if _by_hand(x, kernel, dtype=dtype) and plus.dtype == jnp.float32:
+        from specrl_jax.kernels.product import in_blocks, product_plus
+
+        if in_blocks(*plus.shape):
+            return with_gradient_of(by_xla, product_plus, x, kernel, plus)
+    return plus + linears(x, (kernel,), dtype)[0]
+
+
+def swiglu(
+    x: Float[Array, "n d"],
+    gate: Float[Array, "f d"],
+    up: Float[Array, "f d"],
+    down: Float[Array, "d f"],
+    plus: Float[Array, "n d"] | None = None,
+) -> Float[Array, "n d"]:
+    """Gated MLP (Shazeer, arXiv 2002.05202); `plus` is added to it."""
+    return linear(_gated(x, gate, up), down, plus=plus)
+
+
+def _gated(x: Float[Array, "n d"], gate: Float[Array, "f d"], up: Float[Array, "f d"]) -> Float[Array, "n f"]:
+    def by_xla(x: Array, gate: Array, up: Array) -> Array:
+        return jax.nn.silu(_by_xla(x, gate, None)) * _by_xla(x, up, None)
+
+    if _by_hand(x, gate, up):
+        from specrl_jax.kernels.product import gated_product, in_blocks
+
+        if in_blocks(x.shape[0], gate.shape[0]):
+            return with_gradient_of(by_xla, gated_product, x, gate, up)
+    gated, raised = linears(x, (gate, up))
+    return jax.nn.silu(gated) * raised
 
 
 def linears(
@@ -31,13 +68,21 @@ def linears(
     def by_xla(x: Array, kernels: Sequence[Array]) -> tuple[Array, ...]:
         return tuple(_by_xla(x, kernel, dtype) for kernel in kernels)
 
-    few = x.shape[0] <= _FEW_TOKENS and (dtype is None or dtype == jnp.float32)
-    if few and few_on_a_cpu(x, *kernels):
-        from specrl_jax.kernels.product import fits, product
+    if _by_hand(x, *kernels, dtype=dtype):
+        from specrl_jax.kernels.product import product
 
-        if all(fits(kernel.shape[1], kernel.shape[0]) for kernel in kernels):
-            return with_gradient_of(by_xla, product, x, tuple(kernels))
+        return with_gradient_of(by_xla, product, x, tuple(kernels))
     return by_xla(x, kernels)
+
+
+def _by_hand(x: Array, *kernels: Array, dtype: Any = None) -> bool:
+    """Whether the kernel for CPUs takes so many tokens, and kernels of such shapes."""
+    few = x.shape[0] <= _FEW_TOKENS and (dtype is None or dtype == jnp.float32)
+    if not few or not few_on_a_cpu(x, *kernels):
+        return False
+    from specrl_jax.kernels.product import fits
+
+    return all(fits(kernel.shape[1], kernel.shape[0]) for kernel in kernels)
 
 
 def _by_xla(x: Float[Array, "n i"], kernel: Float[Array, "o i"], dtype: Any) -> Float[Array, "n o"]:

@@ -26,7 +26,7 @@ from jaxtyping import Array, Float, Int
 from specrl_jax.models.attention import attention, best_apart, paged_attention
 from specrl_jax.models.cache import KVCache, init_pool, locate, own_pages, pages_for, write_keys, write_values
 from specrl_jax.models.config import PolicyConfig
-from specrl_jax.models.linear import linear, linears, logits_of
+from specrl_jax.models.linear import linear, linears, logits_of, swiglu
 from specrl_jax.models.norm import rms_norm
 from specrl_jax.models.numerics import Numerics, map_tokens
 from specrl_jax.models.params import LayerParams, PolicyParams
@@ -89,14 +89,6 @@ class ForwardOutput:
     cache: KVCache | None
 
 
-def swiglu(
-    x: Float[Array, "n d"], gate: Float[Array, "f d"], up: Float[Array, "f d"], down: Float[Array, "d f"]
-) -> Float[Array, "n d"]:
-    """Gated MLP (Shazeer, arXiv 2002.05202)."""
-    gated, raised = linears(x, (gate, up))
-    return linear(jax.nn.silu(gated) * raised, down)
-
-
 def project_qkv(
     config: PolicyConfig, layer: LayerParams, normed: Float[Array, "n d"], positions: Int[Array, "n"]
 ) -> tuple[Float[Array, "n h c"], Float[Array, "n g c"], Float[Array, "n g c"]]:
@@ -120,9 +112,9 @@ def mix_and_mlp(
     config: PolicyConfig, layer: LayerParams, x: Float[Array, "n d"], attended: Float[Array, "n h c"]
 ) -> Float[Array, "n d"]:
     """The layer after attention."""
-    x = x + linear(attended.reshape(x.shape[0], -1), layer.o_proj)
+    x = linear(attended.reshape(x.shape[0], -1), layer.o_proj, plus=x)
     normed = rms_norm(x, layer.mlp_norm, config.rms_norm_eps)
-    return x + swiglu(normed, layer.gate_proj, layer.up_proj, layer.down_proj)
+    return swiglu(normed, layer.gate_proj, layer.up_proj, layer.down_proj, plus=x)
 
 
 def _to_grid(x: Array, batch: TokenBatch, queries: Int[Array, "n"], fill: int = 0) -> Array:

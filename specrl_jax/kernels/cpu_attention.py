@@ -90,7 +90,8 @@ class Attention(Kernel):
         for name, width in (("wide", _wide()), ("narrow", 1)):
             self.functions[f"scores_{name}"] = _write_outer(module, f"scores_{name}", width, fresh=True)
             self.functions[f"mix_{name}"] = _write_outer(module, f"mix_{name}", width, fresh=False)
-        self.functions["weigh"] = _write_weigh(module)
+        for name, masked in (("weigh", True), ("weigh_all", False)):
+            self.functions[name] = _write_weigh(module, name, masked)
 
     def blocks(self, call: Call) -> Value:
         """Rows and heads of keys."""
@@ -150,11 +151,17 @@ class Attention(Kernel):
         ]
         (keys, values), (more_keys, more_values) = pages
         self._products(code, "scores", asking, (keys, more_keys), slots, width, rows, [code.float(0.0)] * _LINES)
-        factors = []
-        for i, line in enumerate(known):
-            own: list[Pointer] = [memory + (first + i) for memory in state]
-            factors.append(code.call(self.functions["weigh"], rows[i], slots, width, start, *lines.mask(line), *own))
-        self._products(code, "mix", rows, (values, more_values), width, slots, outs, factors)
+        factors = code.room(F32, _LINES)
+        state_of_lines = [memory + (first + i) for memory in state for i in range(_LINES)]
+        masks = [lines.mask(line) for line in known]
+        whole = functools.reduce(Value.least, [below for below, _ in masks]).as_type(I64, "sext") > start + slots - 1
+        for name, wanted in (("weigh_all", whole.equals(1)), ("weigh", whole.equals(0))):
+            with code.if_(wanted):
+                arguments = [word for mask in masks for word in mask] + state_of_lines
+                code.call(self.functions[name], scores, slots, width, start, *arguments, factors)
+        self._products(
+            code, "mix", rows, (values, more_values), width, slots, outs, [factors[i] for i in range(_LINES)]
+        )
 
     def _products(
         self,
@@ -260,37 +267,45 @@ def _write_outer(module: ir.Module, name: str, width: int, fresh: bool) -> ir.Fu
     return made
 
 
-def _write_weigh(module: ir.Module) -> ir.Function:
-    """The softmax of a line goes on over a page: scores become weights; returns what the sums so far count.
+def _write_weigh(module: ir.Module, name: str, masked: bool) -> ir.Function:
+    """The softmax of a tile's lines goes on over a page: scores become weights, and the sums so far count a factor.
 
-    Arguments: scores, slots of the page, width of a head, first slot, `below` and `bits` of the query, its top score
-    and its total.
+    Arguments: scores, slots of the page, width of a head, first slot, `below` and `bits` of every line, the lines' top
+    scores, their totals, and factors. Where a line reads all of the page, no slot is masked.
     """
-    kinds = [ADDRESS, I64, I64, I64, I32, I32, ADDRESS, ADDRESS]
-    with function(module, "weigh", F32, kinds) as (made, code):
-        scores, top, sum_ = (code.pointer(i, F32) for i in (0, 6, 7))
-        slots, width, start, below, bits = code.arguments[1:6]
+    kinds = [ADDRESS, I64, I64, I64] + [I32, I32] * _LINES + [ADDRESS] * (2 * _LINES + 1)
+    with function(module, name, NOTHING, kinds) as (made, code):
+        slots, width, start = code.arguments[1:4]
+        rows = [code.pointer(0, F32) + slots * i for i in range(_LINES)]
+        masks = [(code.arguments[4 + 2 * i], code.arguments[5 + 2 * i]) for i in range(_LINES)]
+        tops, sums = ([code.pointer(4 + (2 + n) * _LINES + i, F32) for i in range(_LINES)] for n in range(2))
+        factors = code.pointer(4 + 4 * _LINES, F32)
         scale = (code.float(1.0) / width.as_type(F32, "sitofp").root()).everywhere()
-        to_first = (start.as_type(I32, "trunc") - below).everywhere()
 
-        def reads(slot: Value) -> Value:
-            ahead = to_first + slot.as_type(I32, "trunc").everywhere() + code.count_up()
+        def where_read(line: int, slot: Value, value: Value, other: float) -> Value:
+            if not masked:
+                return value
+            below, bits = masks[line]
+            ahead = (start + slot).as_type(I32, "trunc").everywhere() + code.count_up() - below.everywhere()
             own = (bits.everywhere() >> ahead.most(0).least(_NODES - 1)) & 1
-            return (ahead < 0) | ((ahead < _NODES) & own.equals(1))
+            return ((ahead < 0) | ((ahead < _NODES) & own.equals(1))).where(value, other)
 
-        highest = code.variable(code.zeros() + _MASKED)
+        highest = [code.variable(code.zeros() + _MASKED) for _ in rows]
         with code.loop(0, slots, lanes()) as slot:
-            score = reads(slot).where(scores.vector(slot) * scale, _MASKED)
-            scores.set_vector(slot, score)
-            highest[0] = highest[0].most(score)
-        new_top = top[0].most(highest[0].folded(Value.most))
-        factor = exp((top[0] - new_top).everywhere()).first()
-        weights = code.variable(code.zeros())
+            for line, scores in enumerate(rows):
+                score = where_read(line, slot, scores.vector(slot) * scale, _MASKED)
+                scores.set_vector(slot, score)
+                highest[line][0] = highest[line][0].most(score)
+        new_tops = [top[0].most(own[0].folded(Value.most)) for top, own in zip(tops, highest, strict=True)]
+        weights = [code.variable(code.zeros()) for _ in rows]
         with code.loop(0, slots, lanes()) as slot:
-            weight = reads(slot).where(exp(scores.vector(slot) - new_top.everywhere()), 0.0)
-            scores.set_vector(slot, weight)
-            weights[0] = weights[0] + weight
-        top[0] = new_top
-        sum_[0] = sum_[0] * factor + weights[0].folded(operator.add)
-        code.builder.ret(factor.raw)
+            for line, (scores, top) in enumerate(zip(rows, new_tops, strict=True)):
+                weight = where_read(line, slot, exp(scores.vector(slot) - top.everywhere()), 0.0)
+                scores.set_vector(slot, weight)
+                weights[line][0] = weights[line][0] + weight
+        for line, new in enumerate(new_tops):
+            factor = exp((tops[line][0] - new).everywhere()).first()
+            tops[line][0] = new
+            sums[line][0] = sums[line][0] * factor + weights[line][0].folded(operator.add)
+            factors[line] = factor
     return made

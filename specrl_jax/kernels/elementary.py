@@ -22,16 +22,16 @@ def exp(x: Value) -> Value:
     """The exponential of numbers of at most 0, to 2 units in the last place; tiny below -87, and of none again none."""
     x = x.most(LEAST_EXPONENT)
     power = (x * (1.0 / math.log(2.0))).rounded()
-    rest = x - power * _LOG2_HIGH - power * _LOG2_LOW
+    rest = x.plus_product(power, -_LOG2_HIGH).plus_product(power, -_LOG2_LOW)
     scale = ((power.whole() + 127) << 23).as_type(x.raw.type, "bitcast")
-    return (_polynomial(rest, _EXP) * rest * rest + rest + 1.0) * scale
+    return (rest + 1.0).plus_product(_polynomial(rest, _EXP), rest * rest) * scale
 
 
 def sigmoid(x: Value) -> Value:
     """`1 / (1 + exp(-x))`, to 3 units in the last place."""
     positive = x > 0.0
     small = exp(positive.where(x * -1.0, x))
-    return positive.where(x * 0.0 + 1.0, small) / (small + 1.0)
+    return positive.where(x.filled(1.0), small) / (small + 1.0)
 
 
 def log(x: Value) -> Value:
@@ -40,15 +40,15 @@ def log(x: Value) -> Value:
     bits = x.as_type(ir.VectorType(I32, kind.count), "bitcast")
     half = ((bits & 0x7FFFFF) | 0x3F000000).as_type(kind, "bitcast")  # from 1/2 to below 1
     small = half < math.sqrt(0.5)
-    power = ((bits >> 23) - 126).as_type(kind, "sitofp") - small.where(half * 0.0 + 1.0, 0.0)
+    power = ((bits >> 23) - 126).as_type(kind, "sitofp") - small.where(half.filled(1.0), 0.0)
     rest = small.where(half + half, half) - 1.0
     square = rest * rest
-    low = _polynomial(rest, _LOG) * rest * square + power * _LOG2_LOW - square * 0.5
-    return rest + low + power * _LOG2_HIGH
+    low = (power * _LOG2_LOW).plus_product(_polynomial(rest, _LOG), rest * square).plus_product(square, -0.5)
+    return (rest + low).plus_product(power, _LOG2_HIGH)
 
 
 def _polynomial(x: Value, coefficients: tuple[float, ...]) -> Value:
-    series = x * 0.0 + coefficients[0]
+    series = x.filled(coefficients[0])
     for coefficient in coefficients[1:]:
-        series = series * x + coefficient
+        series = x.filled(coefficient).plus_product(series, x)
     return series

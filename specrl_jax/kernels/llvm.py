@@ -83,6 +83,10 @@ class Value:
         number = float(other) if self.is_float else int(other)
         return ir.Constant(kind, [number] * kind.count if isinstance(kind, ir.VectorType) else number)
 
+    def filled(self, number: int | float) -> "Value":
+        """A number, everywhere, as a value of this type."""
+        return Value(self.builder, self.like(number))
+
     def _with(self, name: str, other: "Value | float") -> "Value":
         return Value(self.builder, getattr(self.builder, name)(self.raw, self.like(other)))
 
@@ -150,10 +154,10 @@ class Value:
         return (self < other).where(self, other)
 
     def most(self, other: "Value | float") -> "Value":
-        """The larger of two; not a number where either is none."""
-        if self.is_float:
-            return self._by("maximum", Value(self.builder, self.like(other)))
-        return (self > other).where(self, other)
+        """The larger of two; this one where either is no number."""
+        if isinstance(other, Value):
+            return (other > self).where(other, self)
+        return (self.filled(other) > self).where(self.filled(other), self)
 
     def as_type(self, kind: ir.Type, how: str) -> "Value":
         """Converted by an instruction of LLVM's: `bitcast`, `sitofp`, `sext`, `trunc`."""
@@ -168,9 +172,9 @@ class Value:
         )
         return Value(self.builder, self.builder.call(called, [self.raw, *(other.raw for other in others)]))
 
-    def plus_product(self, a: "Value", b: "Value") -> "Value":
+    def plus_product(self, a: "Value", b: "Value | float") -> "Value":
         """`self + a * b`, rounded once."""
-        return a._by("fma", b, self)
+        return a._by("fma", self.filled(b) if not isinstance(b, Value) else b, self)
 
     def rounded(self) -> "Value":
         """The nearest whole numbers, as floats."""

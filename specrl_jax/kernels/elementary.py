@@ -35,7 +35,7 @@ def sigmoid(x: Value) -> Value:
 
 
 def log(x: Value) -> Value:
-    """The logarithm of normal numbers above 0, to 2 units in the last place or 1e-7."""
+    """The logarithm of normal numbers above 0, to 2 units in the last place or 1e-7; of none again none."""
     kind = x.raw.type
     bits = x.as_type(ir.VectorType(I32, kind.count), "bitcast")
     half = ((bits & 0x7FFFFF) | 0x3F000000).as_type(kind, "bitcast")  # from 1/2 to below 1
@@ -44,7 +44,7 @@ def log(x: Value) -> Value:
     rest = small.where(half + half, half) - 1.0
     square = rest * rest
     low = (power * _LOG2_LOW).plus_product(_polynomial(rest, _LOG), rest * square).plus_product(square, -0.5)
-    return (rest + low).plus_product(power, _LOG2_HIGH)
+    return (rest + low).plus_product(power, _LOG2_HIGH) + (x - x)
 
 
 def _polynomial(x: Value, coefficients: tuple[float, ...]) -> Value:

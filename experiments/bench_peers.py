@@ -4,7 +4,7 @@ Every peer runs in an environment and a process of its own (`experiments/peers/`
 are called in turn with the same prompts and temperature; responses have one length and end tokens are ignored, or, with
 `--task`, end as they end. Log-probabilities of the sampled tokens are computed where the engine can. `speedup` is the
 arm's seconds per response token over those of our fastest arm, the median of paired ratios with its 95% interval: above
-1 ours is faster. `products_ms` is the bare time of
+1 ours is faster; which arm of ours that is, the same runs say. `products_ms` is the bare time of
 the policy's matrix products of one step in that engine's library.
 """
 

@@ -8,13 +8,14 @@ import numpy as np
 import pytest
 from kernel_inputs import fresh, normal
 from numpy_noise import bits, uniform
-from tiny import PLAIN, POLICY, keys_of, random_eagle3, run, tiny_params, tiny_prompts
+from tiny import INVARIANT, PLAIN, POLICY, keys_of, random_eagle3, tiny_params, tiny_prompts
 
 from specrl_jax.kernels import draw
 from specrl_jax.rollout import sampling
 from specrl_jax.rollout.config import RolloutConfig
 from specrl_jax.rollout.engine import RolloutEngine
 from specrl_jax.rollout.noise import best, noise_words
+from specrl_jax.rollout.rules import Ratio
 from specrl_jax.rollout.sampling import Context, SamplingLaw
 
 pytestmark = pytest.mark.ci
@@ -71,9 +72,12 @@ def test_laws_without_a_token_draw_the_first_and_none_is_no_number(any_registers
 def test_the_kernel_draws_what_other_backends_draw():
     """With a temperature, penalties and bans; and it stays out where the law is filtered."""
     logits, keys, positions, ids = _laws(40)
-    law = SamplingLaw(0.8, repetition_penalty=1.3, forbidden=(2,), min_new_tokens=3, end_ids=(7,))
+    banned, end = (int(ids[i]) for i in (9, 11))
+    logits = logits.at[:, 9].set(20.0).at[:3, 11].set(19.0)  # what would be drawn without a ban
+    law = SamplingLaw(0.8, repetition_penalty=1.3, forbidden=(banned,), min_new_tokens=3, end_ids=(end,))
     context = Context(positions, jnp.asarray(np.random.default_rng(1).random((40, 1000)) < 0.3))
     tokens, log_probs, entropies = law.draw(logits, keys, context, ids)
+    assert not np.isin([9, 11], tokens[:3]).any()
     log_law = law.log_law(logits, context, ids)
     np.testing.assert_array_equal(tokens, best(law.perturbed(log_law, keys, positions, ids))[:, 0])
     np.testing.assert_allclose(log_probs, log_law[jnp.arange(40), tokens], rtol=0, atol=2e-6)
@@ -81,18 +85,46 @@ def test_the_kernel_draws_what_other_backends_draw():
     assert replace(law, top_k=3).draw(logits, keys, context, ids) is None
 
 
+def test_a_large_vocabulary_keeps_its_small_weights():
+    """Sixteen large weights come first: what follows, in sum, must not be lost beside them."""
+    logits = jnp.zeros((1, 151_936)).at[0, :16].set(17.0)
+    _, log_probs, entropies = draw.draw(logits, jnp.arange(151_936, dtype=jnp.int32), None)
+    law = np.float64(logits[0]) - np.log(np.sum(np.exp(np.float64(logits[0]))))
+    np.testing.assert_allclose(log_probs[0], law[0], rtol=0, atol=2e-5)
+    np.testing.assert_allclose(entropies[0], -np.sum(np.exp(law) * law), rtol=0, atol=2e-5)
+
+
+WIDE = replace(POLICY, vocab_size=32)
+
+
+def _rollout(k, numerics=PLAIN, rule=None):
+    """An engine with a vocabulary of a few registers, its arguments, and its program."""
+    params, prompts, (drafter, draft) = tiny_params(WIDE), tiny_prompts(), random_eagle3(WIDE, draft_vocab=16)
+    config = RolloutConfig(12, 2, k, SamplingLaw(end_ids=(1,)), *(() if rule is None else (rule,)))
+    engine = RolloutEngine(WIDE, config, numerics, drafter if k else None)
+    arguments = (params, draft if k else None, prompts, keys_of(prompts, 2))
+    return jax.jit(lambda *arguments: engine.rollout(*arguments)), arguments
+
+
+def _draws(k, numerics=PLAIN, rule=None):
+    program, arguments = _rollout(k, numerics, rule)
+    return program.lower(*arguments).as_text().count("@specrl_jax_draw_")
+
+
+def test_where_the_kernel_draws():
+    """The policy's tokens and a chain's drafts; never in invariant numerics, nor where a rule needs whole laws."""
+    assert 0 < _draws(0) < _draws(3)
+    assert _draws(3, numerics=INVARIANT) == 0
+    assert _draws(3, rule=Ratio()) == 0
+
+
 def test_rollouts_are_those_without_the_kernel(monkeypatch):
     """Drafts or none, kernel or none: the same tokens."""
-    config = replace(POLICY, vocab_size=32)
-    params, prompts, (drafter, draft) = tiny_params(config), tiny_prompts(), random_eagle3(config, draft_vocab=16)
-    keys, tokens = keys_of(prompts, 2), []
+    tokens = []
     for k, by_hand in ((0, False), (0, True), (3, False), (3, True)):
         monkeypatch.setattr(sampling, "on_a_cpu", lambda by_hand=by_hand: by_hand)
-        engine = RolloutEngine(
-            config, RolloutConfig(12, 2, k, SamplingLaw(end_ids=(1,))), PLAIN, drafter if k else None
-        )
-        program = jax.jit(lambda *arguments, engine=engine: engine.rollout(*arguments))
-        assert ("specrl_jax_draw" in program.lower(params, draft if k else None, prompts, keys).as_text()) == by_hand
-        tokens.append(run(engine, prompts, keys, params, draft, program).tokens)
+        program, arguments = _rollout(k)
+        assert (_draws(k) > 0) == by_hand
+        tokens.append(program(*arguments).tokens)
     for others in tokens[1:]:
         np.testing.assert_array_equal(others, tokens[0])

@@ -86,7 +86,7 @@ class Attention(Kernel):
     functions: dict[str, ir.Function] = field(default_factory=dict, compare=False)
 
     def prepare(self, module: ir.Module) -> None:
-        """Products of a tile, wide and one vector wide, and the softmax of a line."""
+        """Products of a tile, wide and one vector wide, and the softmax of its lines, with masks and without."""
         for name, width in (("wide", _wide()), ("narrow", 1)):
             self.functions[f"scores_{name}"] = _write_outer(module, f"scores_{name}", width, fresh=True)
             self.functions[f"mix_{name}"] = _write_outer(module, f"mix_{name}", width, fresh=False)
@@ -271,7 +271,7 @@ def _write_weigh(module: ir.Module, name: str, masked: bool) -> ir.Function:
     """The softmax of a tile's lines goes on over a page: scores become weights, and the sums so far count a factor.
 
     Arguments: scores, slots of the page, width of a head, first slot, `below` and `bits` of every line, the lines' top
-    scores, their totals, and factors. Where a line reads all of the page, no slot is masked.
+    scores, their totals, and factors. Unmasked where all lines read the whole page.
     """
     kinds = [ADDRESS, I64, I64, I64] + [I32, I32] * _LINES + [ADDRESS] * (2 * _LINES + 1)
     with function(module, name, NOTHING, kinds) as (made, code):

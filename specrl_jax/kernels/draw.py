@@ -18,6 +18,7 @@ from specrl_jax.kernels.elementary import LEAST_EXPONENT, exp, log
 from specrl_jax.kernels.llvm import F32, I32, Code, Pointer, Value, lanes
 
 _LITTLE = 4_000  # numbers that are not worth another thread
+_RUN = 64  # vectors summed by themselves: small weights are not lost beside the sum of a large vocabulary
 LOGITS, IDS, WORDS = range(3)
 """Operands."""
 
@@ -79,19 +80,22 @@ class Draw(Kernel):
         highest = top[0].folded(Value.most)
         mass, moment = code.variable(code.zeros()), code.variable(code.zeros())
         best, place = code.variable(code.zeros() + -1e30), code.variable(code.count_up())
-        with code.loop(0, columns, lanes()) as c:
-            # So improbable a token is never drawn: noise lies between -4 and 23.
-            x = (logits.vector(c) - highest.everywhere()).most(LEAST_EXPONENT)
-            weight = exp(x)
-            mass[0] = mass[0] + weight
-            moment[0] = moment[0].plus_product(weight, x)
-            score = x
-            if self.noisy:
-                words = [(call.operand(WORDS, I32) + index * 2)[i].everywhere() for i in range(2)]
-                score = x + gumbel(ids.vector(c), words[0], words[1])
-            better = score > best[0]
-            place[0] = better.where(c.as_type(I32, "trunc").everywhere() + code.count_up(), place[0])
-            best[0] = better.where(score, best[0])
+        with code.loop(0, columns, _RUN * lanes()) as start:
+            some_mass, some_moment = code.variable(code.zeros()), code.variable(code.zeros())
+            with code.loop(start, (start + _RUN * lanes()).least(columns), lanes()) as c:
+                # So improbable a token is never drawn: noise lies between -3 and 23.
+                x = (logits.vector(c) - highest.everywhere()).most(LEAST_EXPONENT)
+                weight = exp(x)
+                some_mass[0] = some_mass[0] + weight
+                some_moment[0] = some_moment[0].plus_product(weight, x)
+                score = x
+                if self.noisy:
+                    words = [(call.operand(WORDS, I32) + index * 2)[i].everywhere() for i in range(2)]
+                    score = x + gumbel(ids.vector(c), words[0], words[1])
+                better = score > best[0]
+                place[0] = better.where(c.as_type(I32, "trunc").everywhere() + code.count_up(), place[0])
+                best[0] = better.where(score, best[0])
+            mass[0], moment[0] = mass[0] + some_mass[0], moment[0] + some_moment[0]
         token = _first_best(code, best, place)
         total = mass[0].folded(operator.add)
         log_mass = log(total.everywhere()).first()
@@ -104,11 +108,10 @@ def _first_best(code: Code, best: Pointer, place: Pointer) -> Value:
     """The smallest place of the highest score of all lanes."""
     scores, places = best.of(F32), place.of(I32)
     highest = functools.reduce(Value.most, [scores[i] for i in range(lanes())])
-    found = code.variable(places[0] * 0 + 0x7FFFFFFF)
+    found = code.variable(places[0].filled(0x7FFFFFFF))
     for i in range(lanes()):
         found[0] = scores[i].equals(highest).where(places[i].least(found[0]), found[0])
-    # Of numbers that are none nothing is the highest.
-    return found[0].equals(0x7FFFFFFF).where(places[0] * 0, found[0])
+    return found[0]
 
 
 def gumbel(ids: Value, first: Value, second: Value) -> Value:

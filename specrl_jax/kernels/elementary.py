@@ -35,7 +35,7 @@ def sigmoid(x: Value) -> Value:
 
 
 def log(x: Value) -> Value:
-    """The logarithm of normal numbers above 0, to 2 units in the last place or 1e-7; of none again none."""
+    """The logarithm of normal numbers above 0, to 2 units in the last place or 1e-7; of infinity and of none, none."""
     kind = x.raw.type
     bits = x.as_type(ir.VectorType(I32, kind.count), "bitcast")
     half = ((bits & 0x7FFFFF) | 0x3F000000).as_type(kind, "bitcast")  # from 1/2 to below 1

@@ -36,14 +36,14 @@ _TOKENS = 4  # of a tile
 _LITTLE = 100_000  # multiplications that are not worth another thread
 
 
-def _rows() -> int:
+def _tile_rows() -> int:
     """Of a tile: as many as registers hold sums of."""
     return 4 if registers().count > 16 else 2
 
 
 def fits(inputs: int, outputs: int) -> bool:
     """Whether kernels of this shape are multiplied here."""
-    return inputs % max(lanes(), LINE) == 0 and outputs % _rows() == 0
+    return inputs % max(lanes(), LINE) == 0 and outputs % _tile_rows() == 0
 
 
 def in_blocks(tokens: int, outputs: int) -> bool:
@@ -79,7 +79,9 @@ class Product(Kernel):
     def prepare(self, module: ir.Module) -> None:
         """A function for every number of tokens of a tile, and of places to ask for at each of its steps."""
         for tokens in range(1, _TOKENS + 1):
-            for asks in sorted({-(-_rows() * lanes() // groups // lanes()) for groups in range(1, _rows() + 1)} | {0}):
+            for asks in sorted(
+                {-(-_tile_rows() * lanes() // groups // lanes()) for groups in range(1, _tile_rows() + 1)} | {0}
+            ):
                 self.tiles[tokens, asks] = _write_tile(module, tokens, asks)
 
     def blocks(self, call: Call) -> Value:
@@ -109,8 +111,8 @@ class Product(Kernel):
         """Those of a block, a tile's at a time, with all tokens, whose sums lie `across` apart."""
         weights, rows, tokens, width = call.operand(kernel), call.size(kernel, 0), call.size(0, 0), call.size(0, 1)
         asks, apart = _asking(call, tokens)
-        with call.code.loop(start, (start + _BLOCK).least(rows), _rows()) as row:
-            ahead = call.code.variable((row + _rows()) * width)
+        with call.code.loop(start, (start + _BLOCK).least(rows), _tile_rows()) as row:
+            ahead = call.code.variable((row + _tile_rows()) * width)
             with call.code.loop(0, tokens, _TOKENS) as token:
                 size = (tokens - token).least(_TOKENS)
                 here = weights + row * width, call.operand(0) + token * width, out + (token * across + row)
@@ -133,6 +135,10 @@ class ProductPlus(Product):
     def blocks(self, call: Call) -> Value:
         """Of the kernel."""
         return _blocks_of(call, 1)
+
+    def threads(self, call: Call) -> Value:
+        """By the multiplications of one kernel."""
+        return call.size(1, 0) * call.size(0, 0) * call.size(0, 1) // _LITTLE + 1
 
     def block(self, call: Call, index: Value) -> None:
         """Products, to which the rest is added while they are near."""
@@ -167,7 +173,7 @@ def _asking(call: Call, tokens: Value) -> tuple[Value, Value]:
     The tiles of some rows, one for every group of tokens, ask for as many rows ahead.
     """
     groups = (tokens + (_TOKENS - 1)) // _TOKENS
-    apart = call.code.number(_rows() * lanes()) // groups
+    apart = call.code.number(_tile_rows() * lanes()) // groups
     return (apart + (lanes() - 1)) // lanes(), apart
 
 
@@ -184,9 +190,9 @@ def _write_tile(module: ir.Module, tokens: int, asks: int) -> ir.Function:
     with function(module, f"tile_{tokens}_{asks}", NOTHING, kinds) as (tile, code):
         weights, x, y, asked = (code.pointer(i, F32) for i in (0, 1, 2, 5))
         width, across, apart = code.arguments[3], code.arguments[4], code.arguments[6]
-        sums = [[code.variable(code.zeros()) for _ in range(_rows())] for _ in range(tokens)]
+        sums = [[code.variable(code.zeros()) for _ in range(_tile_rows())] for _ in range(tokens)]
         with code.loop(0, width, lanes()) as i:
-            read = [(weights + width * row).vector(i) for row in range(_rows())]
+            read = [(weights + width * row).vector(i) for row in range(_tile_rows())]
             for place in range(asks):
                 (asked + (i // lanes() * apart + place * lanes())).prefetch()
             for token, of_token in enumerate(sums):
@@ -197,7 +203,7 @@ def _write_tile(module: ir.Module, tokens: int, asks: int) -> ir.Function:
         for first in range(0, len(ended), lanes()):
             some = ended[first : first + lanes()]
             together = lane_sums(some + [code.zeros()] * (lanes() - len(some)))
-            for place in range(0, len(some), _rows()):
-                own = together.shuffled(together, range(place, place + _rows()))
-                (y + across * ((first + place) // _rows())).set_vector(0, own)
+            for place in range(0, len(some), _tile_rows()):
+                own = together.shuffled(together, range(place, place + _tile_rows()))
+                (y + across * ((first + place) // _tile_rows())).set_vector(0, own)
     return tile

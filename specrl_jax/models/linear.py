@@ -31,7 +31,7 @@ def linear(
     if _by_hand(x, kernel, dtype=dtype) and plus.dtype == jnp.float32:
         from specrl_jax.kernels.product import in_blocks, product_plus
 
-        if in_blocks(*plus.shape):
+        if plus.shape == (x.shape[0], kernel.shape[0]) and in_blocks(*plus.shape):
             return with_gradient_of(by_xla, product_plus, x, kernel, plus)
     return plus + linears(x, (kernel,), dtype)[0]
 

@@ -1,4 +1,4 @@
-"""Prefill: prompts are read together, their tokens side by side without padding, some at a time."""
+"""Prefill: prompts are read together, their tokens side by side, some at a time, with padding after the last alone."""
 
 from dataclasses import replace
 
@@ -15,9 +15,12 @@ from specrl_jax.models.policy import TokenBatch, forward
 
 
 def chunk_tokens(most: int) -> int:
-    """Tokens read at a time, of at most so many: enough that reading the weights costs little beside computing, and so
-    few that little is read beyond the last. On two cores of an EPYC (36 layers of width 448) 256 tokens take 194, 156,
-    133 and 139 ms by 16, 32, 64 and 128 at a time, and 17 tokens take 19 and 27 ms by 32 and 64."""
+    """Tokens read at a time, of at most so many.
+
+    On a CPU enough that reading the weights costs little beside computing, and so few that the last chunk is not mostly
+    padding: on two cores of an EPYC (36 layers of width 448) 256 tokens take 194, 156, 133 and 139 ms by 16, 32, 64 and
+    128 at a time, and 17 tokens take 19 and 27 ms by 32 and 64. Elsewhere as many as are read together at all.
+    """
     if backend() == "cpu":
         return min(most, 32 if most <= 512 else 64)
     return min(most, 512)
@@ -43,7 +46,7 @@ def read_prompts(
         The cache with the prompts written (its `length` is not advanced), and the streams concatenated, 0 in padding.
     """
     rows, width = tokens.shape
-    chunk = chunk_tokens(rows * width)
+    chunk, on_a_grid = chunk_tokens(rows * width), rows == 1 and backend() != "cpu"
     ends = jnp.cumsum(lengths, dtype=jnp.int32)
     starts = ends - lengths
     streams = jnp.zeros((rows, width, len(boundaries) * policy.hidden_size), params.embed.dtype)
@@ -54,7 +57,7 @@ def read_prompts(
         row = jnp.minimum(jnp.searchsorted(ends, index, side="right").astype(jnp.int32), rows - 1)
         place = jnp.clip(index - starts[row], 0, width - 1)
         positions = jnp.where(index < ends[-1], place, -1)
-        batch = TokenBatch(tokens[row, place], row, positions, rows, min(chunk, width), is_grid=rows == 1)
+        batch = TokenBatch(tokens[row, place], row, positions, rows, min(chunk, width), is_grid=on_a_grid)
         before = replace(cache, length=jnp.clip(first - starts, 0, lengths))
         out = forward(params, policy, batch, numerics=numerics, cache=before, boundaries=boundaries)
         assert out.cache is not None

@@ -253,7 +253,7 @@ def _sample_block(
     ids = jnp.arange(logits.shape[1], dtype=jnp.int32)
     drawn = None if keep_law or invariant else law.draw(logits, keys, Context(*context), ids)
     if drawn is not None:
-        return TokenLaw(*drawn, jnp.full(logits.shape[:1], -jnp.inf)), None
+        return TokenLaw(*drawn, jnp.full(logits.shape[:1], -jnp.inf, jnp.float32)), None
     tempered = law.tempered(logits, Context(*context), ids)
     threshold = law.threshold(tempered)
     log_law = law.restrict(tempered, threshold)

@@ -56,10 +56,10 @@ def test_what_is_done_with_products_is_that_of_float64(tokens, any_registers):
     np.testing.assert_allclose(fresh(product.gated_product)(x, gate, up), wanted, rtol=1e-5, atol=1e-4)
 
 
-@pytest.mark.parametrize(("tokens", "by_hand"), [(7, True), (129, False)])
-def test_a_gated_mlp_has_gradients(tokens, by_hand):
-    x, (gate, up) = _operands(tokens, 32, (16, 16))
-    down = normal(np.random.default_rng(0), 32, 16)
+@pytest.mark.parametrize(("tokens", "units", "by_hand"), [(7, 16, True), (129, 16, False), (7, 36, False)])
+def test_a_gated_mlp_has_gradients(tokens, units, by_hand):
+    x, (gate, up) = _operands(tokens, 32, (units, units))
+    down = normal(np.random.default_rng(0), 32, units)
 
     def loss(mlp, *arguments):
         return jnp.sum(jnp.sin(mlp(*arguments)))

@@ -15,7 +15,7 @@ from llvmlite import ir
 
 from specrl_jax.kernels.custom_call import Call, Kernel, named, registered
 from specrl_jax.kernels.elementary import LEAST_EXPONENT, exp, log
-from specrl_jax.kernels.llvm import F32, I32, Code, Pointer, Value, lanes
+from specrl_jax.kernels.llvm import F32, I32, I64, Code, Pointer, Value, lanes
 
 _LITTLE = 4_000  # numbers that are not worth another thread
 _RUN = 64  # vectors summed by themselves: small weights are not lost beside the sum of a large vocabulary
@@ -80,6 +80,7 @@ class Draw(Kernel):
         highest = top[0].folded(Value.most)
         mass, moment = code.variable(code.zeros()), code.variable(code.zeros())
         best, place = code.variable(code.zeros() + -1e30), code.variable(code.count_up())
+        words = [call.operand(WORDS, I32)[index * 2 + i].everywhere() for i in range(2 * self.noisy)]
         with code.loop(0, columns, _RUN * lanes()) as start:
             some_mass, some_moment = code.variable(code.zeros()), code.variable(code.zeros())
             with code.loop(start, (start + _RUN * lanes()).least(columns), lanes()) as c:
@@ -90,8 +91,7 @@ class Draw(Kernel):
                 some_moment[0] = some_moment[0].plus_product(weight, x)
                 score = x
                 if self.noisy:
-                    words = [(call.operand(WORDS, I32) + index * 2)[i].everywhere() for i in range(2)]
-                    score = x + gumbel(ids.vector(c), words[0], words[1])
+                    score = x + gumbel(ids.vector(c), *words)
                 better = score > best[0]
                 place[0] = better.where(c.as_type(I32, "trunc").everywhere() + code.count_up(), place[0])
                 best[0] = better.where(score, best[0])
@@ -100,7 +100,7 @@ class Draw(Kernel):
         total = mass[0].folded(operator.add)
         log_mass = log(total.everywhere()).first()
         call.result(0).of(I32)[index] = token
-        call.result(1)[index] = logits[token.as_type(ir.IntType(64), "sext")] - highest - log_mass
+        call.result(1)[index] = logits[token.as_type(I64, "sext")] - highest - log_mass
         call.result(2)[index] = log_mass - moment[0].folded(operator.add) / total
 
 

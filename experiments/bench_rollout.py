@@ -8,7 +8,10 @@ of paired ratios to draft length 0, with its 95% interval, `over_best_fixed` tha
 fixed draft length (0 included). `allowed` is what the floors (`bare_products.py`, measured here too) allow at the
 lengths of this run and the acceptance of its longest fixed draft length (which synthetic acceptance continues), with
 the best draft length for every number of live rows, the same for all of them, after reading the prompts.
-`share_of_floor` is the controller's speed-up over that.
+`share_of_floor` is the controller's speed-up over that. `invariant_speedup` is that of the same arm in invariant
+numerics, over draft length 0 in plain ones (`--invariant`). With `--branchy`, `dealing_allows` is what the floors allow
+drafts to save when every row has as many as suit it, over the best draft length for all rows, if each kind of prompt
+has the acceptance that it has when it is decoded without the other.
 """
 
 import time
@@ -22,8 +25,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import tyro
+from jaxtyping import Bool
 
-from experiments.bare_products import Floors, allowed_speedup, measure_floors
+from experiments.bare_products import Floors, allowed_speedup, dealing_allows, measure_floors
 from experiments.bench_models import (
     OneDevice,
     ShapeOptions,
@@ -33,7 +37,7 @@ from experiments.bench_models import (
     parts_of,
     ratio,
 )
-from experiments.bench_work import Lengths, Work, WorkFlags, WorkOptions, make_work, noise_keys
+from experiments.bench_work import Lengths, Work, WorkFlags, WorkOptions, branchy_prompts, make_work, noise_keys
 from experiments.common import Run, RunOptions, check_least, progress, run_main
 from experiments.expand import Pair
 from experiments.outputs import check_output, markdown_table, open_output, provenance, write_results
@@ -44,6 +48,7 @@ from specrl_jax.errors import InputError
 from specrl_jax.models.numerics import Numerics
 from specrl_jax.models.params import PolicyParams
 from specrl_jax.rollout.config import RolloutConfig
+from specrl_jax.rollout.control import Control
 from specrl_jax.rollout.engine import RolloutEngine
 from specrl_jax.rollout.rules import Match, Rule
 from specrl_jax.rollout.trajectory import Trajectory
@@ -53,6 +58,7 @@ from specrl_jax.training.speculation import response_metrics
 from specrl_jax.training.speed_plots import draw_speedups
 
 SCRIPT = "bench_rollout"
+PLAIN, INVARIANT = Numerics(), Numerics("invariant")
 
 
 @dataclass(frozen=True)
@@ -80,6 +86,8 @@ class Config(OneDevice):
     """Most drafts of a row under the controller."""
     random_drafter: bool = False
     """Measure the controller with a random head too."""
+    invariant: bool = False
+    """Measure draft length 0 and the controller in invariant numerics too."""
     ladder: bool = True
     """Move live rows into smaller batches, in all arms."""
     floors: bool = True
@@ -128,11 +136,13 @@ PRESETS: dict[str, Mapping[str, Any]] = {
 
 @dataclass
 class Arm:
-    """A way to roll out, timed again and again; `figures` are those of its newest trajectory."""
+    """A way to roll out, timed again and again; `figures` are those of its newest trajectory, `control` what it began
+    with."""
 
     engine: RolloutEngine
     call: Callable[[], Trajectory]
     last: Trajectory | None = None
+    control: Control | None = None
 
     def __call__(self) -> float:
         """Seconds of one rollout."""
@@ -153,13 +163,15 @@ class Arm:
         return figures
 
 
-def rollout_of(config: Config, pair: Pair, work: Work, rows: int, k: int, rule: Rule, adaptive: bool) -> RolloutEngine:
+def rollout_of(
+    config: Config, pair: Pair, work: Work, rows: int, k: int, rule: Rule, adaptive: bool, numerics: Numerics = PLAIN
+) -> RolloutEngine:
     """The engine of one arm."""
     ladder = (1.0, 0.25, 0.0625) if config.ladder else (1.0,)
     settings = RolloutConfig(
         work.longest, config.samples, k, work.law, rule, adaptive=adaptive, rows=rows, ladder=ladder, smallest_rung=1
     )
-    return RolloutEngine(pair.policy, settings, Numerics(), drafter_for(config.drafts, pair.drafter) if k else None)
+    return RolloutEngine(pair.policy, settings, numerics, drafter_for(config.drafts, pair.drafter) if k else None)
 
 
 @lru_cache(maxsize=32)
@@ -176,7 +188,7 @@ def fixed_arm(engine: RolloutEngine, pair: Pair, work: Work) -> Arm:
     return Arm(engine, lambda: program(pair.params, draft, work.prompts, keys, jnp.asarray(work.limits)))
 
 
-def adaptive_arm(engine: RolloutEngine, pair: Pair, draft: Any, work: Work, control: Any) -> Arm:
+def adaptive_arm(engine: RolloutEngine, pair: Pair, draft: Any, work: Work, control: Control | None) -> Arm:
     """The controller. Every rollout starts with what the one before learned, as in training."""
     program = rollout_program(engine)
     keys, state = noise_keys(work.prompts, engine.config.samples_per_prompt, work.seed), [control]
@@ -186,7 +198,7 @@ def adaptive_arm(engine: RolloutEngine, pair: Pair, draft: Any, work: Work, cont
         state[0] = trajectory.control
         return trajectory
 
-    return Arm(engine, call)
+    return Arm(engine, call, control=control)
 
 
 def random_head(draft: Any, seed: int) -> Any:
@@ -199,29 +211,54 @@ def random_head(draft: Any, seed: int) -> Any:
     return weights if small else replace(draft, weights=weights)
 
 
+def kinds_of_rows(config: Config, pair: Pair, work: Work, rows: int) -> list[list[float]]:
+    """How often the first 1, 2, ... drafts of each row are accepted, by the kind of its prompt."""
+    branchy = branchy_prompts(config.work, len(work.prompts.row_ids))
+
+    def survival(of_kind: Bool[np.ndarray, "p"]) -> list[float]:
+        limits = work.limits[np.repeat(of_kind, config.samples)]
+        few = replace(work, prompts=jax.tree.map(lambda x: x[of_kind], work.prompts), limits=limits)
+        engine = rollout_of(config, pair, few, min(rows, len(limits)), max(config.draft_lengths), Match(), False)
+        arm = fixed_arm(engine, pair, few)
+        arm()
+        return list(arm.figures.get("survival_per_position", []))
+
+    kinds = {bool(kind): survival(branchy == kind) for kind in np.unique(branchy)}
+    return [kinds[bool(kind)] for kind in np.repeat(branchy, config.samples)[:rows]]
+
+
 def measure(
     pair: Pair, config: Config, rows: int, work: Work, survival: float, floors: Floors | None
 ) -> list[dict[str, Any]]:
     """A row of the table per arm."""
     rows = min(rows, len(work.limits))
     rule = SyntheticMatch(survival=survival) if survival else Match()
-    chosen = rollout_of(config, pair, work, rows, config.longest, rule, adaptive=True)
-    path = Path(f"{config.costs}.{rows}.json") if config.costs else None
-    context = work.prompts.tokens.shape[1] + 64
-    draft = params_for(chosen.drafter, pair.draft)
-    control = costs_at(path, chosen, pair.params, draft, rows, context)
+
+    def controlled(numerics: Numerics, name: str) -> Arm:
+        chosen = rollout_of(config, pair, work, rows, config.longest, rule, True, numerics)
+        path = Path(f"{config.costs}.{name}{rows}.json") if config.costs else None
+        draft = params_for(chosen.drafter, pair.draft)
+        control = costs_at(path, chosen, pair.params, draft, rows, work.prompts.tokens.shape[1] + 64)
+        return adaptive_arm(chosen, pair, draft, work, control)
+
+    adaptive = controlled(PLAIN, "")
     fixed = {"0": fixed_arm(rollout_of(config, pair, work, rows, 0, Match(), False), pair, work)}
     for k in config.draft_lengths:
         fixed[str(k)] = fixed_arm(rollout_of(config, pair, work, rows, k, rule, False), pair, work)
         if config.branches > 1:
             engine = rollout_of(config, pair, work, rows, k, Match(branches=config.branches), False)
             fixed[f"{k}, {config.branches} branches"] = fixed_arm(engine, pair, work)
-    arms = fixed | {"adaptive": adaptive_arm(chosen, pair, draft, work, control)}
+    arms = fixed | {"adaptive": adaptive}
     if config.random_drafter:
         random = random_head(pair.draft, config.run.seed)
         engine = rollout_of(config, pair, work, rows, config.longest, Match(), adaptive=True)
-        arms["adaptive, random head"] = adaptive_arm(engine, pair, random, work, control)
-    seconds = in_turn(arms, config.repeats, discard=2)
+        arms["adaptive, random head"] = adaptive_arm(engine, pair, random, work, adaptive.control)
+    twins = {}
+    if config.invariant:
+        without = rollout_of(config, pair, work, rows, 0, Match(), False, INVARIANT)
+        twins = {"0": fixed_arm(without, pair, work), "adaptive": controlled(INVARIANT, "invariant.")}
+    named = {f"{name}, invariant": arm for name, arm in twins.items()}
+    seconds = in_turn(arms | named, config.repeats, discard=2)
     lengths = np.asarray(arms["0"].figures["lengths"])
     best = min(fixed, key=lambda name: float(np.median(seconds[name])))
     survivals = list(fixed[str(max(config.draft_lengths))].figures.get("survival_per_position", []))
@@ -253,6 +290,9 @@ def measure(
         }
         row |= dict(zip(("speedup", "speedup_low", "speedup_high"), ratio(seconds["0"], seconds[name]), strict=True))
         row |= {key: arm.figures.get(key) for key in ("acceptance_length", "entropy", "bodies")}
+        if name in twins:
+            keys = ("invariant_speedup", "invariant_speedup_low", "invariant_speedup_high")
+            row |= dict(zip(keys, ratio(seconds["0"], seconds[f"{name}, invariant"]), strict=True))
         if name.endswith("random head"):
             row |= {"workload": config.work.task or "random", "synthetic_survival": None}
         if name == "adaptive":
@@ -260,6 +300,8 @@ def measure(
             row |= {"best_fixed": best, "over_best_fixed": over[0], "over_best_fixed_low": over[1]}
             share = None if allowed is None else row["speedup"] / allowed
             row |= {"over_best_fixed_high": over[2], "allowed": allowed, "share_of_floor": share}
+            if config.work.branchy and floors is not None:
+                row["dealing_allows"] = dealing_allows(floors, kinds_of_rows(config, pair, work, rows))
         table.append(row)
     return table
 

@@ -161,6 +161,7 @@ def rollout_table() -> str:
                     "speed-up": _speed(row),
                     "over best fixed": None if share is None else _speed(row, "over_best_fixed"),
                     "of what floors allow": None if share is None else f"{share:.2f} of {row['allowed']:.2f}",
+                    "invariant bits": _speed(row, "invariant_speedup") if "invariant_speedup" in row else None,
                     "CPU": "Xeon" if "Xeon" in row["device"] else row["device"].split(",")[0].split()[-1],
                 }
             )

@@ -9,7 +9,7 @@ import pytest
 from scripts import SCRIPTS, refusal, run_script
 
 from experiments import draft_length
-from experiments.bare_products import Floors, allowed_speedup, live_rows
+from experiments.bare_products import Floors, allowed_speedup, dealing_allows, live_rows
 from experiments.bench_models import SyntheticMatch, in_turn, ratio
 from experiments.draft_length import Found
 from experiments.seeds import mean_over_seeds
@@ -145,7 +145,7 @@ def test_rounds_of_suffix_drafts_look_in_siblings_and_an_earlier_epoch(monkeypat
 def test_rollouts_are_timed_at_a_small_shape(monkeypatch, tmp_path):
     out = tmp_path / "out"
     argv = ("--preset", "smoke", "--shape", "25m", "--tokens", 4, "--costs", tmp_path / "costs", "--out", out)
-    run_script(monkeypatch, SCRIPTS["bench_rollout"], *argv)
+    run_script(monkeypatch, SCRIPTS["bench_rollout"], *argv, "--invariant")
     rows = json.loads((out / "results.json").read_text())["rows"]
     assert [row["draft_length"] for row in rows] == ["0", "2", "adaptive"]
     assert rows[0]["speedup"] == 1.0
@@ -154,6 +154,9 @@ def test_rollouts_are_timed_at_a_small_shape(monkeypatch, tmp_path):
     assert rows[2]["share_of_floor"] == pytest.approx(rows[2]["speedup"] / rows[2]["allowed"])
     assert rows[2]["best_fixed"] in ("0", "2")
     assert (tmp_path / "costs.2.json").is_file()
+    assert (tmp_path / "costs.invariant.2.json").is_file()
+    assert rows[2]["invariant_speedup_low"] <= rows[2]["invariant_speedup"] <= rows[2]["invariant_speedup_high"]
+    assert rows[0]["invariant_speedup"] > 0
 
 
 def test_a_step_is_timed_with_and_without_drafts(monkeypatch, tmp_path):
@@ -190,6 +193,26 @@ def test_what_the_floors_allow():
     fair = Floors(tokens, np.array([1.0, 1000.0]), np.array([0.1, 0.1]))
     assert allowed_speedup(fair, limits, 2, [0.9, 0.81], prompt_tokens=3000) == 1.0
     assert fair.cost(2, 3) == pytest.approx((8 + 0.3) / 2)
+    assert fair.packed_cost(2, 6, 3) == fair.cost(2, 3)
+
+
+def test_what_dealing_drafts_allows():
+    """Every number of drafts of either row, tried one after the other; nothing where rows are alike or drafts free."""
+    tokens = np.array([1, 4, 5, 1000])
+    floors = Floors(tokens, np.array([1.0, 1.0, 5.0, 1000.0]), np.array([0.01, 0.01, 0.01, 0.01]))
+    sure, unsure = [0.9, 0.81, 0.73], [0.1, 0.01, 0.0]
+
+    def waiting(a: int, b: int) -> float:
+        return 1 / (1 + sum(sure[:a])) + 1 / (1 + sum(unsure[:b]))
+
+    fixed = min(floors.cost(2, k) * waiting(k, k) for k in range(4))
+    dealt = min(floors.packed_cost(2, a + b, max(a, b)) * waiting(a, b) for a in range(4) for b in range(4))
+    assert dealing_allows(floors, [sure, unsure]) == pytest.approx(fixed / dealt)
+    assert fixed / dealt > 1.03
+    assert dealing_allows(floors, [sure, sure]) == pytest.approx(1.0)
+    assert dealing_allows(floors, [[], []]) == 1.0
+    free = Floors(tokens, np.ones(4), np.zeros(4))
+    assert dealing_allows(free, [sure, unsure]) == pytest.approx(1.0)
 
 
 def test_the_draft_length_table_has_intervals_and_the_papers_figures(monkeypatch, tmp_path):

@@ -7,12 +7,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jaxprs import equations
 
 from specrl_jax.models.backend import made_for
 from specrl_jax.models.numerics import Numerics
 from specrl_jax.models.params import init_params
 from specrl_jax.models.policy import forward, grid_batch, logits, policy_cache, sequence_positions
 from specrl_jax.models.presets import PRESETS
+from specrl_jax.rollout.sampling import Context, SamplingLaw, sample_tokens, score_tokens
 
 INVARIANT = Numerics("invariant")
 ROWS, LENGTH, PREFIX = 64, 76, 6
@@ -27,6 +29,8 @@ WIDE = replace(
     num_kv_heads=4,
     head_dim=32,
 )
+# Of sizes that fill the registers of a CPU, so that kernels do it all.
+FULL = replace(SMALL, vocab_size=128, hidden_size=64, intermediate_size=96, num_heads=4, num_kv_heads=2, head_dim=32)
 # A permutation, so that row 0 of a small batch is not row 0 of the large one.
 ORDER = np.random.RandomState(1).permutation(ROWS)
 
@@ -109,6 +113,78 @@ def test_decoding_has_the_bits_of_the_teacher_forced_forward(dtype, rows, querie
     check_decoding(replace(SMALL, dtype=dtype), rows, queries, capacity)
 
 
+@pytest.mark.ci
+@pytest.mark.parametrize(("rows", "queries"), [(1, 1), (3, 5), (20, 2), (64, 4)])
+def test_kernels_decode_with_the_bits_of_the_teacher_forced_forward(rows, queries):
+    check_decoding(FULL, rows, queries, 128)
+
+
+@pytest.mark.ci
+def test_kernels_have_one_set_of_bits_for_any_registers(any_registers):
+    """As far as a forward goes: bits are a machine's, and the forward of one CPU is not that of another."""
+    params, tokens, _ = reference(FULL)
+    chosen = jnp.asarray(tokens[ORDER[:5]])
+    expected = jax.jit(lambda *args: all_logits(*args), static_argnums=1)(params, FULL, chosen)
+    decode = jax.jit(lambda *args: decode_in_rounds.__wrapped__(*args), static_argnums=(1, 3, 4))
+    np.testing.assert_array_equal(decode(params, FULL, chosen, 3, 128), expected)
+
+
+@pytest.mark.ci
+def test_where_kernels_do_it_all():
+    """No product of the compiler's, and no token that is padding; elsewhere blocks, where any sum is the compiler's."""
+
+    def products(config, queries):
+        tokens, positions = jnp.zeros((1, queries), jnp.int32), jnp.arange(queries, dtype=jnp.int32)[None]
+
+        def step(params, cache):
+            out = forward(params, config, grid_batch(tokens, positions), numerics=INVARIANT, cache=cache)
+            return logits(params, config, out.hidden, INVARIANT)
+
+        arguments = init_params(jax.random.key(0), config), policy_cache(config, 1, 128, INVARIANT)
+        found = equations(step, *arguments)
+        largest = max(e.outvars[0].aval.shape[0] for e in found if e.primitive.name == "ffi_call")
+        return sum(e.primitive.name == "dot_general" for e in found), largest
+
+    assert products(FULL, 1) == (0, 1)
+    assert products(FULL, 3) == (0, 3)
+    assert products(replace(FULL, vocab_size=97), 1) == (1, INVARIANT.token_block)
+    with made_for("tpu"):
+        tokens = jnp.zeros((1, 1), jnp.int32)
+        found = equations(lambda p: all_logits(p, FULL, tokens), init_params(jax.random.key(0), FULL))
+    assert not any(e.primitive.name == "ffi_call" for e in found)
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize("law", [SamplingLaw(), SamplingLaw(0.7, top_k=5)], ids=["whole", "filtered"])
+def test_laws_are_drawn_and_scored_with_the_same_bits(law):
+    """However many tokens there are, and after training as in the rollout."""
+    params, count = init_params(jax.random.key(0), FULL), 300
+    hidden = jax.random.normal(jax.random.key(1), (count, FULL.hidden_size))
+    keys = jax.random.bits(jax.random.key(2), (count, 2), jnp.uint32)
+    positions = jnp.arange(count, dtype=jnp.int32)
+
+    @jax.jit
+    def drawn(hidden, keys, positions):
+        return sample_tokens(params, FULL, law, hidden, keys, Context(positions), INVARIANT)[0]
+
+    @functools.partial(jax.jit, static_argnums=3)
+    def scored(hidden, tokens, thresholds, chunk):
+        others = positions, jnp.zeros((3, 100), jnp.int32)
+        return score_tokens(params, FULL, law, hidden, tokens, thresholds, *others, INVARIANT, chunk)
+
+    whole = drawn(hidden, keys, positions)
+    for start, stop in ((0, 1), (7, 10), (31, 47), (50, 250)):
+        jax.tree.map(
+            np.testing.assert_array_equal,
+            drawn(hidden[start:stop], keys[start:stop], positions[start:stop]),
+            jax.tree.map(lambda x: x[start:stop], whole),  # noqa: B023  # used at once
+        )
+    for chunk in (40, 1024):
+        scores = scored(hidden, whole.token, whole.threshold, chunk)
+        np.testing.assert_array_equal(scores.log_prob, whole.log_prob)
+        np.testing.assert_array_equal(scores.entropy, whole.entropy)
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(("rows", "queries"), [(1, 1), (1, 4), (3, 5), (20, 2), (64, 1), (64, 4)])
@@ -138,9 +214,8 @@ def test_smaller_batches_have_the_bits_of_the_large_one(rows):
 
 
 @pytest.mark.ci
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_differentiation_does_not_change_the_bits(dtype):
-    config = replace(SMALL, dtype=dtype)
+@pytest.mark.parametrize("config", [SMALL, replace(SMALL, dtype="bfloat16"), FULL], ids=["float32", "bfloat16", "full"])
+def test_differentiation_does_not_change_the_bits(config):
     params, tokens, expected = reference(config)
     chosen = ORDER[:20]
 

@@ -58,4 +58,4 @@ def test_caught_a_chunk_that_does_not_see_those_before(monkeypatch):
 def test_the_prompts_of_tests_are_read_token_by_token():
     """As are those of users: the kernel for CPUs takes the tiny policy's heads."""
     values = policy_cache(POLICY, 1, 16, PLAIN).values[0]
-    assert best_apart(jnp.zeros((4, POLICY.num_heads, POLICY.head_dim)), values, PLAIN)
+    assert best_apart(jnp.zeros((4, POLICY.num_heads, POLICY.head_dim)), values)

@@ -8,7 +8,7 @@ in float32.
 Over a cache, and always in invariant numerics, keys come in blocks with a running
 softmax (Milakov and Gimelshein, arXiv 1805.02867), as many blocks as the longest
 row needs; a block of a cache is a page. Without a cache, plain numerics attend in blocks
-of queries.
+of queries. A kernel whose bits of a query do not depend on the others serves both numerics.
 """
 
 import functools
@@ -23,7 +23,7 @@ from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from specrl_jax.kernels import gpu_attention
 from specrl_jax.models.backend import backend
-from specrl_jax.models.cache import read_pages, read_slots, slots_last
+from specrl_jax.models.cache import own_pages, read_pages, read_slots, slots_last
 from specrl_jax.models.few_tokens import on_a_cpu
 from specrl_jax.models.linear import wide_dtype
 from specrl_jax.models.numerics import Numerics, in_chunks, opaque_int
@@ -34,6 +34,8 @@ from specrl_jax.parallel.sharding import by_hand_too, compiler_split
 _AT_ONCE, _QUERIES, _SPANS = 512, 128, 4
 """Of the training forward: queries of a row that attend at once; above that, queries whose scores exist at a time; and
 spans of them with keys of their own, the more the fewer scores are masked and the longer it compiles."""
+
+_SIDE_BY_SIDE = 32  # queries of a sequence that a kernel for a few takes
 
 _MASKED = -1e30  # finite, so that a row of padding gives numbers and not NaN
 
@@ -207,6 +209,10 @@ def _invariant_at_once(
     """Invariant attention to the sequence itself; its gradient is that of the plain one."""
     rows, kv_heads, slots, width = k.shape
     padded = _round_up(slots, numerics.key_block)
+    if slots_last():
+        pages = _as_pages(_pad_to(k, 2, padded), _pad_to(v, 2, padded), numerics.key_block)
+        if _bits_of_its_own(q, pages[1]):
+            return _some_at_a_time(q, *pages, own_pages(rows, padded // numerics.key_block), positions)
     k, v = (_pad_to(_pad_to(x, 2, padded), 0, max(rows, numerics.row_block)) for x in (k, v))
     row_block, block, none = numerics.row_block, numerics.key_block, jnp.int32(0)
     # As keys of a cache lie, so that the products are the same operations.
@@ -250,6 +256,13 @@ def _invariant_paged(
     On a path the queries are its nodes, and slot `root + j` is read from that of the `j`-th node.
     """
     page_size = values.shape[2]
+    if _bits_of_its_own(q, values):
+        if path is None:
+            return _some_at_a_time(q, keys, values, table, positions)
+        slots = jnp.arange(table.shape[1] * page_size, dtype=jnp.int32)[None]
+        k, v = _read_along(path, keys, values, table, positions[:, :1], slots)
+        pages = _as_pages(k.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3), page_size)
+        return _some_at_a_time(q, *pages, own_pages(*table.shape), positions)
     table = _pad_to(table, 0, numerics.row_block)
     roots = _pad_to(positions[:, :1], 0, numerics.row_block, -1)
 
@@ -260,15 +273,60 @@ def _invariant_paged(
             return read_pages(keys, values, page)
         root = lax.dynamic_slice_in_dim(roots, first, numerics.row_block)
         slots = j * page_size + jnp.arange(page_size, dtype=jnp.int32)[None]
-        step = slots - root
-        on_path = (step >= 0) & (step < len(path)) & (root >= 0)
-        node = jnp.asarray(path, jnp.int32)[jnp.clip(step, 0, len(path) - 1)]
-        source = jnp.where(on_path, root + node, slots)
-        page = jnp.take_along_axis(pages, source // page_size, axis=1, mode="clip")
-        k, v = read_slots(keys, values, page, source % page_size)
+        k, v = _read_along(path, keys, values, pages, root, slots)
         return k.transpose(0, 2, 3, 1), v.transpose(0, 2, 1, 3)
 
     return _invariant(numerics, q, positions, take_rows, keys.shape[1])
+
+
+def _read_along(
+    path: tuple[int, ...],
+    keys: Shaped[Array, "p g _ _"],
+    values: Shaped[Array, "p g s c"],
+    table: Int[Array, "r m"],
+    root: Int[Array, "r 1"],
+    slots: Int[Array, "1 n"],
+) -> tuple[Float[Array, "r n g c"], Float[Array, "r n g c"]]:
+    """Keys and values of slots, where the nodes on a path of a tree with such roots are said to follow each other."""
+    page_size, step = values.shape[2], slots - root
+    on_path = (step >= 0) & (step < len(path)) & (root >= 0)
+    node = jnp.asarray(path, jnp.int32)[jnp.clip(step, 0, len(path) - 1)]
+    source = jnp.where(on_path, root + node, slots)
+    page = jnp.take_along_axis(table, source // page_size, axis=1, mode="clip")
+    return read_slots(keys, values, page, source % page_size)
+
+
+def _as_pages(
+    k: Float[Array, "r g s c"], v: Float[Array, "r g s c"], page_size: int
+) -> tuple[Float[Array, "p g c z"], Float[Array, "p g z c"]]:
+    """A pool of a CPU's with the pages of one row after another; their size divides the slots."""
+    rows, heads, slots, width = k.shape
+    k, v = (x.reshape(rows, heads, slots // page_size, page_size, width).swapaxes(1, 2) for x in (k, v))
+    return k.swapaxes(3, 4).reshape(-1, heads, width, page_size), v.reshape(-1, heads, page_size, width)
+
+
+def _bits_of_its_own(q: Float[Array, "r q h c"], values: Shaped[Array, "p g s c"]) -> bool:
+    """Whether the kernel for such heads and pages is one whose bits of a query do not depend on the others."""
+    return backend() == "cpu" and _kernel_fits(q[:, :1], values, None)
+
+
+def _some_at_a_time(
+    q: Float[Array, "r q h c"],
+    keys: Shaped[Array, "p g _ _"],
+    values: Shaped[Array, "p g s c"],
+    table: Int[Array, "r m"],
+    positions: Int[Array, "r q"],
+) -> Float[Array, "r q h c"]:
+    """The kernel for CPUs with any number of queries, some of a row as if they were a row."""
+    rows, queries = positions.shape
+    count = min(queries, _SIDE_BY_SIDE)
+    while not _kernel_fits(q[:, :count], values, None):
+        count //= 2
+    parts = -(-queries // count)
+    q, positions = _pad_to(q, 1, parts * count), _pad_to(positions, 1, parts * count, -1)
+    some = q.reshape(rows * parts, count, *q.shape[2:]), positions.reshape(rows * parts, count)
+    out = _in_kernel(some[0], keys, values, jnp.repeat(table, parts, axis=0), some[1], None)
+    return out.reshape(rows, parts * count, *q.shape[2:])[:, :queries]
 
 
 def _kernel_fits(q: Float[Array, "r q h c"], values: Shaped[Array, "p g s c"], tree: Tree | None) -> bool:
@@ -286,10 +344,10 @@ def _kernel_fits(q: Float[Array, "r q h c"], values: Shaped[Array, "p g s c"], t
     return cpu_attention.kernel_fits(sharing, page_size, width, nodes)
 
 
-def best_apart(q: Float[Array, "n h c"], values: Shaped[Array, "p g s c"], numerics: Numerics) -> bool:
+def best_apart(q: Float[Array, "n h c"], values: Shaped[Array, "p g s c"]) -> bool:
     """Whether tokens that are packed are read as rows of one query each: by the kernel for CPUs, which takes the heads
     of a token together anyhow. Laying them on a grid and picking them up again costs more."""
-    return backend() == "cpu" and not numerics.invariant and _kernel_fits(q[:, None], values, None)
+    return _bits_of_its_own(q[:, None], values)
 
 
 def _in_kernel(

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from specrl_jax.models.backend import backend
-from specrl_jax.models.few_tokens import few_on_a_cpu, with_gradient_of
+from specrl_jax.models.few_tokens import by_compiler, few_on_a_cpu, in_kernels_alone, with_gradient_of
 
 # Tokens up to which the kernel for CPUs costs less than XLA's product: on two cores of an EPYC (36 layers of width 448)
 # 0.5 to 0.7 of the time for 1 to 24 tokens, 0.8 for 32 to 64, 0.9 for 128, as much for 256.
@@ -56,6 +56,7 @@ def _gated(x: Float[Array, "n d"], gate: Float[Array, "f d"], up: Float[Array, "
 
         if in_blocks(x.shape[0], gate.shape[0]):
             return with_gradient_of(by_xla, gated_product, x, gate, up)
+    by_compiler()
     gated, raised = linears(x, (gate, up))
     return jax.nn.silu(gated) * raised
 
@@ -72,13 +73,14 @@ def linears(
         from specrl_jax.kernels.product import product
 
         return with_gradient_of(by_xla, product, x, tuple(kernels))
+    by_compiler()
     return by_xla(x, kernels)
 
 
 def _by_hand(x: Array, *kernels: Array, dtype: Any = None) -> bool:
     """Whether the kernel for CPUs takes so many tokens, and kernels of such shapes."""
-    few = x.shape[0] <= _FEW_TOKENS and (dtype is None or dtype == jnp.float32)
-    if not few or not few_on_a_cpu(x, *kernels):
+    few = x.shape[0] <= _FEW_TOKENS or in_kernels_alone()
+    if not few or dtype not in (None, jnp.float32) or not few_on_a_cpu(x, *kernels):
         return False
     from specrl_jax.kernels.product import fits
 

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from specrl_jax.models.few_tokens import few_on_a_cpu, with_gradient_of
+from specrl_jax.models.few_tokens import by_compiler, few_on_a_cpu, with_gradient_of
 from specrl_jax.models.linear import wide_dtype
 
 
@@ -24,4 +24,5 @@ def rms_norm(x: Float[Array, "*n d"], weight: Float[Array, "d"], eps: float) -> 
 
         if fits(x.shape[-1], rotates=False):
             return with_gradient_of(by_xla, in_kernel, x, weight)
+    by_compiler()
     return by_xla(x, weight)

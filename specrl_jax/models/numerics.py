@@ -1,11 +1,12 @@
 """How a forward is cut into programs, and what that does to the bits.
 
 XLA chooses the order of a sum from the shape of the whole operation, so the same
-token gives different bits in a batch of 1 and a batch of 8. `mode="invariant"`
-runs every matmul and every reduction inside a loop body of one fixed shape: the
-bits of a token then depend neither on its batch, nor on how many tokens are
-drafted, nor on whether it is decoded from a cache or teacher-forced.
-`mode="plain"` computes all tokens at once.
+token gives different bits in a batch of 1 and a batch of 8. In `mode="invariant"` the
+bits of a token depend neither on its batch, nor on how many tokens are
+drafted, nor on whether it is decoded from a cache or teacher-forced: every matmul
+and every reduction is a kernel of ours, which sums a token in one order whatever
+else is computed (`specrl_jax/kernels`, for float32 on a CPU and sizes that fill its registers), or runs inside
+a loop body of one fixed shape. `mode="plain"` computes all tokens at once.
 """
 
 import functools
@@ -18,10 +19,15 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Int
 
+from specrl_jax.models.few_tokens import NoKernelError, in_kernels_alone, kernels_alone, on_a_cpu
+
+_AT_ONCE = 128  # tokens that kernels take together
+_LAWS = 8  # of the blocks of what is left to the compiler beside them
+
 
 @dataclass(frozen=True)
 class Numerics:
-    """Block shapes of the invariant forward (unused when `mode` is "plain").
+    """Block shapes of the invariant forward (unused when `mode` is "plain", and where kernels do without).
 
     One run must use one `Numerics` everywhere: two block shapes are two sets of bits.
 
@@ -84,13 +90,45 @@ def _loop_over_blocks(fn: Callable[..., Any], block: int, weights: Any, inputs: 
     return lax.fori_loop(0, opaque_int(-(-count // block)), body, outputs)
 
 
+def _kernels_suffice(fn: Callable[..., Any], weights: Any, inputs: tuple[Array, ...]) -> bool:
+    """Whether kernels do all of `fn` that has an order; the same for any number of tokens."""
+    if not on_a_cpu():
+        return False
+    try:
+        with kernels_alone():
+            jax.eval_shape(lambda weights, *inputs: fn(weights, *(x[:1] for x in inputs)), weights, *inputs)
+    except NoKernelError:
+        return False
+    return True
+
+
+def _invariantly(fn: Callable[..., Any], block: int, weights: Any, inputs: tuple[Array, ...]) -> Any:
+    if not _kernels_suffice(fn, weights, inputs):
+        return _loop_over_blocks(fn, block, weights, inputs)
+    with kernels_alone():
+        if _leading(inputs) <= _AT_ONCE:
+            return fn(weights, *inputs)
+        return _loop_over_blocks(fn, _AT_ONCE, weights, inputs)
+
+
+def beside_kernels(fn: Callable[..., Any], inputs: tuple[Array, ...]) -> Any:
+    """`fn(*inputs)`, within a function for `map_tokens`: the part of it that is the compiler's, whatever does the rest.
+
+    Where kernels do the rest, it runs in blocks of a few tokens. `fn` treats every token (leading axis) by itself and
+    closes over no traced array.
+    """
+    if not in_kernels_alone():
+        return fn(*inputs)
+    return _loop_over_blocks(lambda _, *inputs: fn(*inputs), _LAWS, (), inputs)
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _blocked(fn: Callable[..., Any], block: int, weights: Any, inputs: tuple[Array, ...]) -> Any:
-    return _loop_over_blocks(fn, block, weights, inputs)
+    return _invariantly(fn, block, weights, inputs)
 
 
 def _blocked_fwd(fn: Callable[..., Any], block: int, weights: Any, inputs: tuple[Array, ...]) -> Any:
-    return _loop_over_blocks(fn, block, weights, inputs), (weights, inputs)
+    return _invariantly(fn, block, weights, inputs), (weights, inputs)
 
 
 def _blocked_bwd(fn: Callable[..., Any], block: int, residuals: Any, cotangents: Any) -> Any:
@@ -129,7 +167,7 @@ def map_tokens(fn: Callable[..., Any], weights: Any, inputs: tuple[Array, ...], 
         fn: token-wise function; it may not close over traced arrays.
         weights: pytree shared by all tokens.
         inputs: arrays whose leading axis is the token.
-        numerics: plain, or in blocks of `token_block` tokens.
+        numerics: plain, or by kernels, or in blocks of `token_block` tokens.
 
     Returns:
         What `fn` returns; every leaf has the token as its leading axis.

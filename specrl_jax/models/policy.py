@@ -195,7 +195,7 @@ def forward(
             attended = _from_grid(attended, batch, queries)
         else:
             pages = write_keys(pages[0], k, *where), write_values(pages[1], v, *where)
-            if not batch.is_grid and best_apart(q, pages[1], numerics):
+            if not batch.is_grid and best_apart(q, pages[1]):
                 table, positions = cache.table[batch.rows], batch.positions[:, None]
                 attended = paged_attention(q[:, None], *pages, table, positions, numerics)[:, 0]
             else:

@@ -7,7 +7,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from specrl_jax.models.config import RopeConfig
-from specrl_jax.models.few_tokens import few_on_a_cpu, with_gradient_of
+from specrl_jax.models.few_tokens import by_compiler, few_on_a_cpu, with_gradient_of
 from specrl_jax.models.norm import rms_norm
 
 
@@ -106,6 +106,7 @@ def norm_and_rotate(
 
         if norm.fits(x.shape[2], rotates=True):
             return with_gradient_of(by_xla, in_kernel, x, weight, cos, sin)
+    by_compiler()
     return by_xla(x, weight, cos, sin)
 
 

@@ -14,7 +14,7 @@ from jaxtyping import Array, Bool, Float, Int, UInt32
 from specrl_jax.errors import InputError
 from specrl_jax.models.config import PolicyConfig
 from specrl_jax.models.few_tokens import on_a_cpu
-from specrl_jax.models.numerics import Numerics, in_chunks, map_tokens
+from specrl_jax.models.numerics import Numerics, beside_kernels, in_chunks, map_tokens
 from specrl_jax.models.params import PolicyParams
 from specrl_jax.models.policy import head_weights, token_logits
 from specrl_jax.parallel.sharding import compiler_splits
@@ -254,6 +254,13 @@ def _sample_block(
     drawn = None if keep_law or invariant else law.draw(logits, keys, Context(*context), ids)
     if drawn is not None:
         return TokenLaw(*drawn, jnp.full(logits.shape[:1], -jnp.inf, jnp.float32)), None
+    return beside_kernels(functools.partial(_draw, law, keep_law), (logits, keys, *context))
+
+
+def _draw(
+    law: SamplingLaw, keep_law: bool, logits: Float[Array, "n v"], keys: UInt32[Array, "n 2"], *context: Array
+) -> tuple[TokenLaw, Float[Array, "n v"] | None]:
+    ids = jnp.arange(logits.shape[1], dtype=jnp.int32)
     tempered = law.tempered(logits, Context(*context), ids)
     threshold = law.threshold(tempered)
     log_law = law.restrict(tempered, threshold)
@@ -271,6 +278,16 @@ def _score_block(
     *context: Array,
 ) -> TokenLaw:
     logits = token_logits(config, weights, hidden)
+    return beside_kernels(functools.partial(_score, law), (logits, tokens, thresholds, *context))
+
+
+def _score(
+    law: SamplingLaw,
+    logits: Float[Array, "n v"],
+    tokens: Int[Array, "n"],
+    thresholds: Float[Array, "n"],
+    *context: Array,
+) -> TokenLaw:
     tempered = law.tempered(logits, Context(*context), jnp.arange(logits.shape[1], dtype=jnp.int32))
     log_law = law.restrict(tempered, thresholds, tokens)
     return _describe(log_law, tokens, thresholds)

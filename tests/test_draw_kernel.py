@@ -45,6 +45,17 @@ def test_draws_are_those_of_float64(noisy, any_registers):
         np.testing.assert_allclose(entropies[row], -np.sum(np.exp(shown) * shown), rtol=0, atol=5e-6)
 
 
+def test_given_columns_are_described_with_the_bits_of_draws(any_registers):
+    logits, keys, positions, ids = _laws(33)
+    tokens, *expected = fresh(draw.draw)(logits, ids, noise_words(keys, positions))
+    described = fresh(draw.describe)(logits, tokens)
+    jax.tree.map(np.testing.assert_array_equal, described, tuple(expected))
+    others = fresh(draw.describe)(logits, (tokens + 1) % logits.shape[1])
+    assert not np.array_equal(others[0], expected[0])
+    # A column beyond the vocabulary is nobody's memory.
+    assert np.isfinite(fresh(draw.describe)(logits, jnp.full_like(tokens, 2**30))[0]).all()
+
+
 def test_draws_of_many_keys_have_the_law():
     """Ten thousand draws from one law; the bound is that of a chi-squared variable of 15 degrees, once in 10^5."""
     logits = jnp.tile(normal(np.random.default_rng(0), 1, 16), (10_000, 1))
@@ -112,10 +123,11 @@ def _draws(k, numerics=PLAIN, rule=None):
 
 
 def test_where_the_kernel_draws():
-    """The policy's tokens and a chain's drafts; never in invariant numerics, nor where a rule needs whole laws."""
+    """The policy's tokens and a chain's drafts; where a rule needs whole laws only for bits that training has too."""
     assert 0 < _draws(0) < _draws(3)
-    assert _draws(3, numerics=INVARIANT) == 0
+    assert _draws(3, numerics=INVARIANT) > 0
     assert _draws(3, rule=Ratio()) == 0
+    assert _draws(3, numerics=INVARIANT, rule=Ratio()) > 0
 
 
 def test_rollouts_are_those_without_the_kernel(monkeypatch):

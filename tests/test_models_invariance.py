@@ -155,7 +155,9 @@ def test_where_kernels_do_it_all():
 
 
 @pytest.mark.ci
-@pytest.mark.parametrize("law", [SamplingLaw(), SamplingLaw(0.7, top_k=5)], ids=["whole", "filtered"])
+@pytest.mark.parametrize(
+    "law", [SamplingLaw(), SamplingLaw(0.7), SamplingLaw(0.7, top_k=5)], ids=["whole", "sharper", "filtered"]
+)
 def test_laws_are_drawn_and_scored_with_the_same_bits(law):
     """However many tokens there are, and after training as in the rollout."""
     params, count = init_params(jax.random.key(0), FULL), 300
@@ -166,6 +168,10 @@ def test_laws_are_drawn_and_scored_with_the_same_bits(law):
     @jax.jit
     def drawn(hidden, keys, positions):
         return sample_tokens(params, FULL, law, hidden, keys, Context(positions), INVARIANT)[0]
+
+    @jax.jit
+    def whole_laws(hidden):
+        return sample_tokens(params, FULL, law, hidden, keys, Context(positions), INVARIANT, keep_law=True)
 
     @functools.partial(jax.jit, static_argnums=3)
     def scored(hidden, tokens, thresholds, chunk):
@@ -183,6 +189,9 @@ def test_laws_are_drawn_and_scored_with_the_same_bits(law):
         scores = scored(hidden, whole.token, whole.threshold, chunk)
         np.testing.assert_array_equal(scores.log_prob, whole.log_prob)
         np.testing.assert_array_equal(scores.entropy, whole.entropy)
+    kept, log_law = whole_laws(hidden)
+    jax.tree.map(np.testing.assert_array_equal, kept, whole)
+    np.testing.assert_array_equal(log_law[jnp.arange(count), kept.token], whole.log_prob)
 
 
 @pytest.mark.full

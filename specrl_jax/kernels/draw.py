@@ -6,6 +6,7 @@ written.
 
 import functools
 import operator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import jax
@@ -20,7 +21,8 @@ from specrl_jax.kernels.llvm import F32, I32, I64, Code, Pointer, Value, lanes
 _LITTLE = 4_000  # numbers that are not worth another thread
 _RUN = 64  # vectors summed by themselves: small weights are not lost beside the sum of a large vocabulary
 LOGITS, IDS, WORDS = range(3)
-"""Operands."""
+"""Operands; `GIVEN` tokens stand in the place of ids."""
+GIVEN = IDS
 
 
 def fits(vocab_size: int) -> bool:
@@ -49,6 +51,14 @@ def draw(
     return token, log_prob, entropy
 
 
+def describe(logits: Float[Array, "n v"], columns: Int[Array, "n"]) -> tuple[Float[Array, "n"], Float[Array, "n"]]:
+    """Log-probability of given columns under softmax(logits), float32, and the law's entropy: the bits of `draw`."""
+    result = jax.ShapeDtypeStruct(columns.shape, jnp.float32)
+    call = jax.ffi.ffi_call(registered(Describe()), [result, result], vmap_method="sequential")
+    log_prob, entropy = call(logits, columns)
+    return log_prob, entropy
+
+
 @dataclass(frozen=True)
 class Draw(Kernel):
     """Operands as of `draw`, results too."""
@@ -72,36 +82,65 @@ class Draw(Kernel):
 
     def block(self, call: Call, index: Value) -> None:
         """One law."""
-        code, columns = call.code, call.size(LOGITS, 1)
-        logits, ids = call.operand(LOGITS) + index * columns, call.operand(IDS, I32)
-        top = code.variable(logits.vector(0))
-        with code.loop(lanes(), columns, lanes()) as c:
-            top[0] = top[0].most(logits.vector(c))
-        highest = top[0].folded(Value.most)
-        mass, moment = code.variable(code.zeros()), code.variable(code.zeros())
-        best, place = code.variable(code.zeros() + -1e30), code.variable(code.count_up())
         words = [call.operand(WORDS, I32)[index * 2 + i].everywhere() for i in range(2 * self.noisy)]
-        with code.loop(0, columns, _RUN * lanes()) as start:
-            some_mass, some_moment = code.variable(code.zeros()), code.variable(code.zeros())
-            with code.loop(start, (start + _RUN * lanes()).least(columns), lanes()) as c:
-                # So improbable a token is never drawn: noise lies between -3 and 23.
-                x = (logits.vector(c) - highest.everywhere()).most(LEAST_EXPONENT)
-                weight = exp(x)
-                some_mass[0] = some_mass[0] + weight
-                some_moment[0] = some_moment[0].plus_product(weight, x)
-                score = x
-                if self.noisy:
-                    score = x + gumbel(ids.vector(c), *words)
-                better = score > best[0]
-                place[0] = better.where(c.as_type(I32, "trunc").everywhere() + code.count_up(), place[0])
-                best[0] = better.where(score, best[0])
-            mass[0], moment[0] = mass[0] + some_mass[0], moment[0] + some_moment[0]
-        token = _first_best(code, best, place)
-        total = mass[0].folded(operator.add)
-        log_mass = log(total.everywhere()).first()
+        ids = call.operand(IDS, I32)
+
+        def score(x: Value, column: Value) -> Value:
+            return x + gumbel(ids.vector(column), *words) if self.noisy else x
+
+        token, *described = _read(call, index, score)
         call.result(0).of(I32)[index] = token
-        call.result(1)[index] = logits[token.as_type(I64, "sext")] - highest - log_mass
-        call.result(2)[index] = log_mass - moment[0].folded(operator.add) / total
+        for place, number in enumerate(described):
+            call.result(1 + place)[index] = number
+
+
+@dataclass(frozen=True)
+class Describe(Draw):
+    """Operands and results as of `describe`."""
+
+    noisy: bool = False
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "name", named("specrl_jax_describe"))
+
+    def block(self, call: Call, index: Value) -> None:
+        """One law."""
+        for place, number in enumerate(_read(call, index)[1:]):
+            call.result(place)[index] = number
+
+
+def _read(call: Call, index: Value, score: Callable[[Value, Value], Value] | None = None) -> tuple[Value, Value, Value]:
+    """A column of a law, its log-probability and the law's entropy.
+
+    The column is the first of the highest `score`, of logits below the highest and of where they stand, or is given.
+    """
+    code, columns = call.code, call.size(LOGITS, 1)
+    logits = call.operand(LOGITS) + index * columns
+    top = code.variable(logits.vector(0))
+    with code.loop(lanes(), columns, lanes()) as c:
+        top[0] = top[0].most(logits.vector(c))
+    highest = top[0].folded(Value.most)
+    mass, moment = code.variable(code.zeros()), code.variable(code.zeros())
+    best, place = code.variable(code.zeros() + -1e30), code.variable(code.count_up())
+    with code.loop(0, columns, _RUN * lanes()) as start:
+        some_mass, some_moment = code.variable(code.zeros()), code.variable(code.zeros())
+        with code.loop(start, (start + _RUN * lanes()).least(columns), lanes()) as c:
+            # So improbable a token is never drawn: noise lies between -3 and 23.
+            x = (logits.vector(c) - highest.everywhere()).most(LEAST_EXPONENT)
+            weight = exp(x)
+            some_mass[0] = some_mass[0] + weight
+            some_moment[0] = some_moment[0].plus_product(weight, x)
+            if score is not None:
+                scored = score(x, c)
+                better = scored > best[0]
+                place[0] = better.where(c.as_type(I32, "trunc").everywhere() + code.count_up(), place[0])
+                best[0] = better.where(scored, best[0])
+        mass[0], moment[0] = mass[0] + some_mass[0], moment[0] + some_moment[0]
+    given = call.operand(GIVEN, I32)[index] if score is None else _first_best(code, best, place)
+    column = given.as_type(I64, "sext").most(0).least(columns - 1)
+    total = mass[0].folded(operator.add)
+    log_mass = log(total.everywhere()).first()
+    return given, logits[column] - highest - log_mass, log_mass - moment[0].folded(operator.add) / total
 
 
 def _first_best(code: Code, best: Pointer, place: Pointer) -> Value:

@@ -137,7 +137,7 @@ class Round:
             ids = target_ids if target_ids.ndim == 1 else target_ids.reshape(len(position), -1)
             logits, context = logits.reshape(len(position), -1), Context(position, seen)
             row_keys, noisy = jnp.repeat(keys, shape[1], axis=0), not config.rule.argmax_drafts
-            if count == 1 and ids.ndim == 1 and not config.rule.needs_laws and not self.numerics.invariant:
+            if count == 1 and ids.ndim == 1 and not config.rule.needs_laws:
                 drawn = law.draw(logits, row_keys, context, ids, noisy)
                 if drawn is not None:
                     # Where the law allows none of the candidates, the first one is drafted, to be rejected.

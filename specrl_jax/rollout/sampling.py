@@ -13,7 +13,7 @@ from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from specrl_jax.errors import InputError
 from specrl_jax.models.config import PolicyConfig
-from specrl_jax.models.few_tokens import on_a_cpu
+from specrl_jax.models.few_tokens import in_kernels_alone, on_a_cpu
 from specrl_jax.models.numerics import Numerics, beside_kernels, in_chunks, map_tokens
 from specrl_jax.models.params import PolicyParams
 from specrl_jax.models.policy import head_weights, token_logits
@@ -179,15 +179,41 @@ class SamplingLaw:
 
         None where there is no kernel for it. Without noise the most probable token is drawn.
         """
-        kernel_wanted = on_a_cpu() and not self.filtered and not compiler_splits()
-        if not kernel_wanted or logits.dtype != jnp.float32:
+        if not self._has_kernel(logits):
             return None
         from specrl_jax.kernels import draw
 
-        if not draw.fits(logits.shape[1]):
-            return None
         words = noise_words(keys, context.position) if noisy and not self.greedy else None
         return draw.draw(self.scaled(logits, context, token_ids), token_ids, words)
+
+    def _has_kernel(self, logits: Float[Array, "n v"]) -> bool:
+        """Whether laws over so many tokens are read by a kernel."""
+        if not on_a_cpu() or self.filtered or compiler_splits() or logits.dtype != jnp.float32:
+            return False
+        from specrl_jax.kernels import draw
+
+        return draw.fits(logits.shape[1])
+
+    def whole_by_kernel(
+        self, logits: Float[Array, "n v"], context: Context, token_ids: Int[Array, "v"]
+    ) -> Float[Array, "n v"]:
+        """`log_law` with the bits of `draw`, which must have a kernel."""
+        # The barrier keeps the factor apart from the difference.
+        scaled = lax.optimization_barrier(self.scaled(logits, context, token_ids))
+        from specrl_jax.kernels import draw
+
+        of_best = draw.draw(scaled, token_ids, None)[1]
+        return scaled - jnp.max(scaled, axis=1, keepdims=True) + of_best[:, None]
+
+    def describe(
+        self, logits: Float[Array, "n v"], columns: Int[Array, "n"], context: Context, token_ids: Int[Array, "v"]
+    ) -> tuple[Float[Array, "n"], Float[Array, "n"]] | None:
+        """Log-probability of given columns and the law's entropy, with the bits of `draw`; None where it has none."""
+        if not self._has_kernel(logits):
+            return None
+        from specrl_jax.kernels import draw
+
+        return draw.describe(self.scaled(logits, context, token_ids), columns)
 
     def perturbed(
         self,
@@ -251,9 +277,11 @@ def _sample_block(
 ) -> tuple[TokenLaw, Float[Array, "n v"] | None]:
     logits = token_logits(config, weights, hidden)
     ids = jnp.arange(logits.shape[1], dtype=jnp.int32)
-    drawn = None if keep_law or invariant else law.draw(logits, keys, Context(*context), ids)
+    by_kernel = in_kernels_alone() or not (keep_law or invariant)
+    drawn = law.draw(logits, keys, Context(*context), ids) if by_kernel else None
     if drawn is not None:
-        return TokenLaw(*drawn, jnp.full(logits.shape[:1], -jnp.inf, jnp.float32)), None
+        log_law = law.whole_by_kernel(logits, Context(*context), ids) if keep_law else None
+        return TokenLaw(*drawn, jnp.full(logits.shape[:1], -jnp.inf, jnp.float32)), log_law
     return beside_kernels(functools.partial(_draw, law, keep_law), (logits, keys, *context))
 
 
@@ -278,6 +306,10 @@ def _score_block(
     *context: Array,
 ) -> TokenLaw:
     logits = token_logits(config, weights, hidden)
+    ids = jnp.arange(logits.shape[1], dtype=jnp.int32)
+    described = law.describe(logits, tokens, Context(*context), ids) if in_kernels_alone() else None
+    if described is not None:
+        return TokenLaw(tokens, *described, thresholds)
     return beside_kernels(functools.partial(_score, law), (logits, tokens, thresholds, *context))
 
 

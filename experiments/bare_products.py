@@ -129,13 +129,13 @@ def dealing_allows(floors: Floors, survival: Sequence[Sequence[float]]) -> float
     emitted = 1.0 + np.cumsum([[0.0, *row[:longest]] for row in survival], axis=1)
     fixed = min(floors.cost(rows, k) * float(np.sum(1.0 / emitted[:, k])) for k in range(longest + 1))
     saved = 1.0 / emitted[:, :-1] - 1.0 / emitted[:, 1:]
-    depth, best, lengths = 0, fixed, np.zeros(rows, int)
-    # The draft that saves most comes next; of a row each saves less than the one before it.
-    for place in np.argsort(-saved, axis=None, kind="stable"):
-        lengths[place // longest] += 1
-        depth = max(depth, int(lengths.max()))
-        waiting = float(np.sum(1.0 / emitted[np.arange(rows), lengths]))
-        best = min(best, floors.packed_cost(rows, int(lengths.sum()), depth) * waiting)
+    best = fixed
+    for depth in range(1, longest + 1):
+        # The draft that saves most comes next; of a row each saves less than the one before it.
+        order = np.argsort(-saved[:, :depth], axis=None, kind="stable")
+        waiting = float(rows) - np.cumsum(saved[:, :depth].reshape(-1)[order])
+        costs = [floors.packed_cost(rows, count, depth) for count in range(1, len(order) + 1)]
+        best = min(best, float(np.min(costs * waiting)))
     return fixed / best
 
 

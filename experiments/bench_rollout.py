@@ -224,7 +224,8 @@ def kinds_of_rows(config: Config, pair: Pair, work: Work, rows: int) -> list[lis
         return list(arm.figures.get("survival_per_position", []))
 
     kinds = {bool(kind): survival(branchy == kind) for kind in np.unique(branchy)}
-    return [kinds[bool(kind)] for kind in np.repeat(branchy, config.samples)[:rows]]
+    of_rows = np.repeat(branchy, config.samples)[np.arange(rows) * len(branchy) * config.samples // rows]
+    return [kinds[bool(kind)] for kind in of_rows]
 
 
 def measure(
@@ -300,7 +301,7 @@ def measure(
             row |= {"best_fixed": best, "over_best_fixed": over[0], "over_best_fixed_low": over[1]}
             share = None if allowed is None else row["speedup"] / allowed
             row |= {"over_best_fixed_high": over[2], "allowed": allowed, "share_of_floor": share}
-            if config.work.branchy and floors is not None:
+            if config.work.branchy and allowed is not None and floors is not None:
                 row["dealing_allows"] = dealing_allows(floors, kinds_of_rows(config, pair, work, rows))
         table.append(row)
     return table

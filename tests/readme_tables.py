@@ -46,9 +46,15 @@ def demo_table() -> str:
     return markdown_table(rows)
 
 
+def _invariant(key: str) -> list[dict[str, Any]]:
+    """Rows of the newest run of each dtype."""
+    files = {"float32": "invariant_float32.json", "bfloat16": "invariant.json"}
+    return [row for dtype, name in files.items() for row in _read(LOSSLESSNESS / name)[key] if row["dtype"] == dtype]
+
+
 def losslessness_table() -> str:
     """Divergences of results/losslessness by kind of run."""
-    arms = [row for name in ("plain", "invariant") for row in _read(LOSSLESSNESS / f"{name}.json")["rows"]]
+    arms = [*_read(LOSSLESSNESS / "plain.json")["rows"], *_invariant("rows")]
     rows = []
     for numerics, dtype, shape in dict.fromkeys((r["numerics"], r["dtype"], _shape(r)) for r in arms):
         own = [r for r in arms if (r["numerics"], r["dtype"], _shape(r)) == (numerics, dtype, shape)]
@@ -69,7 +75,7 @@ def losslessness_table() -> str:
 def invariance_cost_table() -> str:
     """Cost of an invariant decode step over a plain one, a column per block size, from results/losslessness."""
     found: dict[tuple[str, int], dict[str, Any]] = {}
-    for row in _read(LOSSLESSNESS / "invariant.json")["costs"]:
+    for row in _invariant("costs"):
         line = found.setdefault((row["dtype"], row["rows"]), {"dtype": row["dtype"], "rows": row["rows"]})
         line[f"blocks of {row['token_block']}"] = f"{row['cost']:.2f} ({row['cost_low']:.2f} to {row['cost_high']:.2f})"
     return markdown_table(list(found.values()))

@@ -1,5 +1,6 @@
 """Benchmarks: options are checked, synthetic acceptance is geometric, cost tables come back, ratios are paired."""
 
+import itertools
 import json
 import re
 
@@ -198,17 +199,23 @@ def test_what_the_floors_allow():
 
 def test_what_dealing_drafts_allows():
     """Every number of drafts of either row, tried one after the other; nothing where rows are alike or drafts free."""
-    tokens = np.array([1, 4, 5, 1000])
-    floors = Floors(tokens, np.array([1.0, 1.0, 5.0, 1000.0]), np.array([0.01, 0.01, 0.01, 0.01]))
-    sure, unsure = [0.9, 0.81, 0.73], [0.1, 0.01, 0.0]
+    tokens, survival = np.array([1, 4, 5, 1000]), [[0.9, 0.81, 0.73], [0.4, 0.15, 0.0], [0.1, 0.01, 0.0]]
 
-    def waiting(a: int, b: int) -> float:
-        return 1 / (1 + sum(sure[:a])) + 1 / (1 + sum(unsure[:b]))
+    def waiting(*lengths: int) -> float:
+        return sum(1 / (1 + sum(row[:k])) for row, k in zip(survival, lengths, strict=True))
 
-    fixed = min(floors.cost(2, k) * waiting(k, k) for k in range(4))
-    dealt = min(floors.packed_cost(2, a + b, max(a, b)) * waiting(a, b) for a in range(4) for b in range(4))
-    assert dealing_allows(floors, [sure, unsure]) == pytest.approx(fixed / dealt)
-    assert fixed / dealt > 1.03
+    most = []
+    seconds = ([1.0, 1.0, 5.0, 1000.0], 0.01), ([1.0, 1.0, 1.1, 200.0], 0.05), ([1.0, 1.3, 1.4, 90.0], 0.1)
+    for verify, draft in seconds:
+        floors = Floors(tokens, np.array(verify), np.full(4, draft))
+        fixed = min(floors.cost(3, k) * waiting(k, k, k) for k in range(4))
+        every = itertools.product(range(4), repeat=3)
+        dealt = min(floors.packed_cost(3, sum(lengths), max(lengths)) * waiting(*lengths) for lengths in every)
+        assert dealing_allows(floors, survival) == pytest.approx(fixed / dealt)
+        most.append(fixed / dealt)
+    assert max(most) > 1.03
+    sure, unsure = survival[0], survival[2]
+    floors = Floors(tokens, np.array([1.0, 1.0, 5.0, 1000.0]), np.full(4, 0.01))
     assert dealing_allows(floors, [sure, sure]) == pytest.approx(1.0)
     assert dealing_allows(floors, [[], []]) == 1.0
     free = Floors(tokens, np.ones(4), np.zeros(4))

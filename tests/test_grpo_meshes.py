@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 from scripts import COMPILED
 from test_grpo import EvenSum
 from test_rollout_programs import COLLECTIVE, instructions_in_loops
-from tiny import PLAIN, tiny_params
+from tiny import INVARIANT, PLAIN, tiny_params
 
 from specrl_jax.drafters.block_params import BlockConfig
 from specrl_jax.drafters.draft_losses import DraftLossConfig
@@ -21,7 +21,7 @@ from specrl_jax.drafters.heads import drafter_for_head, init_head
 from specrl_jax.models.config import PolicyConfig
 from specrl_jax.models.policy import head_weights
 from specrl_jax.parallel.mesh import MeshConfig, make_mesh
-from specrl_jax.parallel.sharding import ROWS, over_mesh
+from specrl_jax.parallel.sharding import ROWS, Layout, over_mesh, sum_over_rows
 from specrl_jax.rl import grpo
 from specrl_jax.rl.drafting import DraftTraining
 from specrl_jax.rl.grpo import GrpoStep, UpdateConfig
@@ -33,6 +33,7 @@ from specrl_jax.rl.scoring import Scorer
 from specrl_jax.rollout.config import RolloutConfig
 from specrl_jax.rollout.engine import RolloutEngine
 from specrl_jax.rollout.sampling import SamplingLaw
+from specrl_jax.rollout.trajectory import Sequences
 from specrl_jax.training.checkpoints import CheckpointWriter, restore_checkpoint
 from specrl_jax.training.pieces import Clock, StepPieces
 
@@ -141,6 +142,32 @@ def test_the_output_rows_of_a_head_follow_a_policy_that_is_split():
     np.testing.assert_allclose(draft.lm_head, expected.lm_head, rtol=0, atol=2e-5)
     assert np.abs(draft.lm_head - before.lm_head).max() > 1e-4
     assert moved_apart(draft.weights, expected.weights, before.weights) <= 1e-3
+
+
+def test_invariant_scores_on_heads_that_are_split():
+    """A device's kernel attends with its own heads, in every layer of a training forward; to one device's gradient."""
+    policy, rng = dataclasses.replace(POLICY, hidden_size=64, head_dim=16), np.random.default_rng(0)
+    scorer, params = Scorer(policy, LAW, INVARIANT, remat=True), tiny_params(policy)
+    tokens, lengths = rng.integers(0, VOCAB, (8, 20)), rng.integers(2, 21, 8)
+    mask = np.arange(20)[None] < lengths[:, None]
+    sequences = Sequences(*map(jnp.asarray, (np.int32(tokens), np.int32(lengths), mask, np.zeros((8, 20), np.float32))))
+
+    def summed(params, sequences):
+        def total(params):
+            return jnp.sum(jnp.where(sequences.mask, scorer.score(params, sequences).log_probs, 0.0))
+
+        return sum_over_rows(jax.value_and_grad(total)(params))
+
+    found = []
+    for sizes in ((1, 1, 1), MESHES["2x2x2"]):
+        mesh = make_mesh(MeshConfig(*sizes))
+        program = jax.jit(over_mesh(mesh, summed, (P(), P(ROWS)), P()))
+        arguments = Layout(mesh, policy.num_kv_heads).place(params), sequences
+        assert "specrl_jax_attention" in program.lower(*arguments).as_text()
+        found.append(jax.device_get(program(*arguments)))
+    np.testing.assert_allclose(found[1][0], found[0][0], rtol=1e-5)
+    for ours, theirs in zip(jax.tree.leaves(found[1][1]), jax.tree.leaves(found[0][1]), strict=True):
+        assert np.linalg.norm(ours - theirs) <= 1e-4 * np.linalg.norm(theirs)
 
 
 @pytest.mark.parametrize("name", MESHES)

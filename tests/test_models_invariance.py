@@ -113,6 +113,14 @@ def test_decoding_has_the_bits_of_the_teacher_forced_forward(dtype, rows, querie
     check_decoding(replace(SMALL, dtype=dtype), rows, queries, capacity)
 
 
+FAMILIES = {
+    "qwen3": FULL,
+    "qwen2": replace(FULL, family="qwen2"),
+    "llama": replace(FULL, family="llama", tie_embeddings=False),
+    "one head of keys": replace(FULL, num_heads=16, num_kv_heads=1),
+}
+
+
 @pytest.mark.ci
 @pytest.mark.parametrize(("rows", "queries"), [(1, 1), (3, 5), (20, 2), (64, 4)])
 def test_kernels_decode_with_the_bits_of_the_teacher_forced_forward(rows, queries):
@@ -120,10 +128,30 @@ def test_kernels_decode_with_the_bits_of_the_teacher_forced_forward(rows, querie
 
 
 @pytest.mark.ci
+@pytest.mark.parametrize("config", FAMILIES.values(), ids=FAMILIES)
+def test_kernels_read_a_prompt_with_the_bits_of_training(config):
+    """All tokens at once into a cache, packed and on a grid; and layer by layer, as `remat` has it."""
+    params, tokens = init_params(jax.random.key(0), config), jnp.asarray(random_tokens(config)[:3] % config.vocab_size)
+    params = jax.tree.map(lambda x: x + 0.1 * jax.random.normal(jax.random.key(7), x.shape), params)  # biases too
+    positions = sequence_positions(jnp.array([LENGTH, 50, 9], jnp.int32), LENGTH)
+    grid = grid_batch(tokens, positions)
+    packed = replace(grid, is_grid=False)
+
+    def read(params, batch, **options):
+        out = forward(params, config, batch, numerics=INVARIANT, **options)
+        return jnp.where(batch.positions[:, None] >= 0, out.hidden, 0.0)
+
+    read = jax.jit(read, static_argnames="remat")
+    expected = read(params, grid)
+    np.testing.assert_array_equal(read(params, grid, remat=True), expected)
+    for batch in (grid, packed):
+        np.testing.assert_array_equal(read(params, batch, cache=policy_cache(config, 3, 128, INVARIANT)), expected)
+
+
+@pytest.mark.ci
 def test_kernels_have_one_set_of_bits_for_any_registers(any_registers):
     """As far as a forward goes: bits are a machine's, and the forward of one CPU is not that of another."""
-    params, tokens, _ = reference(FULL)
-    chosen = jnp.asarray(tokens[ORDER[:5]])
+    params, chosen = init_params(jax.random.key(0), FULL), jnp.asarray(random_tokens(FULL)[ORDER[:5]])
     expected = jax.jit(lambda *args: all_logits(*args), static_argnums=1)(params, FULL, chosen)
     decode = jax.jit(lambda *args: decode_in_rounds.__wrapped__(*args), static_argnums=(1, 3, 4))
     np.testing.assert_array_equal(decode(params, FULL, chosen, 3, 128), expected)
@@ -156,7 +184,7 @@ def test_where_kernels_do_it_all():
 
 @pytest.mark.ci
 @pytest.mark.parametrize(
-    "law", [SamplingLaw(), SamplingLaw(0.7), SamplingLaw(0.7, top_k=5)], ids=["whole", "sharper", "filtered"]
+    "law", [SamplingLaw(), SamplingLaw(0.7, min_new_tokens=40, end_ids=(3,)), SamplingLaw(0.7, top_p=0.9)]
 )
 def test_laws_are_drawn_and_scored_with_the_same_bits(law):
     """However many tokens there are, and after training as in the rollout."""

@@ -21,8 +21,8 @@ from specrl_jax.kernels.llvm import F32, I32, I64, Code, Pointer, Value, lanes
 _LITTLE = 4_000  # numbers that are not worth another thread
 _RUN = 64  # vectors summed by themselves: small weights are not lost beside the sum of a large vocabulary
 LOGITS, IDS, WORDS = range(3)
-"""Operands; `GIVEN` tokens stand in the place of ids."""
-GIVEN = IDS
+"""Operands of a draw."""
+_COLUMNS = 1  # operand of a description
 
 
 def fits(vocab_size: int) -> bool:
@@ -59,15 +59,8 @@ def describe(logits: Float[Array, "n v"], columns: Int[Array, "n"]) -> tuple[Flo
     return log_prob, entropy
 
 
-@dataclass(frozen=True)
-class Draw(Kernel):
-    """Operands as of `draw`, results too."""
-
-    noisy: bool
-    name: str = field(init=False, default="")
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "name", named("specrl_jax_draw" if self.noisy else "specrl_jax_draw_greedy"))
+class _OfLaws(Kernel):
+    """A block is a law."""
 
     def prepare(self, module: ir.Module) -> None:
         """Nothing is called."""
@@ -79,6 +72,17 @@ class Draw(Kernel):
     def threads(self, call: Call) -> Value:
         """By the numbers."""
         return call.size(LOGITS, 0) * call.size(LOGITS, 1) // _LITTLE + 1
+
+
+@dataclass(frozen=True)
+class Draw(_OfLaws):
+    """Operands as of `draw`, results too."""
+
+    noisy: bool
+    name: str = field(init=False, default="")
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "name", named("specrl_jax_draw" if self.noisy else "specrl_jax_draw_greedy"))
 
     def block(self, call: Call, index: Value) -> None:
         """One law."""
@@ -95,13 +99,10 @@ class Draw(Kernel):
 
 
 @dataclass(frozen=True)
-class Describe(Draw):
+class Describe(_OfLaws):
     """Operands and results as of `describe`."""
 
-    noisy: bool = False
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "name", named("specrl_jax_describe"))
+    name: str = field(default_factory=lambda: named("specrl_jax_describe"))
 
     def block(self, call: Call, index: Value) -> None:
         """One law."""
@@ -112,7 +113,8 @@ class Describe(Draw):
 def _read(call: Call, index: Value, score: Callable[[Value, Value], Value] | None = None) -> tuple[Value, Value, Value]:
     """A column of a law, its log-probability and the law's entropy.
 
-    The column is the first of the highest `score`, of logits below the highest and of where they stand, or is given.
+    The column is the first of the highest `score(x, i)`, `x` being the logits from column `i` on less the highest one;
+    without a score it is an operand.
     """
     code, columns = call.code, call.size(LOGITS, 1)
     logits = call.operand(LOGITS) + index * columns
@@ -136,7 +138,7 @@ def _read(call: Call, index: Value, score: Callable[[Value, Value], Value] | Non
                 place[0] = better.where(c.as_type(I32, "trunc").everywhere() + code.count_up(), place[0])
                 best[0] = better.where(scored, best[0])
         mass[0], moment[0] = mass[0] + some_mass[0], moment[0] + some_moment[0]
-    given = call.operand(GIVEN, I32)[index] if score is None else _first_best(code, best, place)
+    given = call.operand(_COLUMNS, I32)[index] if score is None else _first_best(code, best, place)
     column = given.as_type(I64, "sext").most(0).least(columns - 1)
     total = mass[0].folded(operator.add)
     log_mass = log(total.everywhere()).first()

@@ -319,7 +319,7 @@ def _some_at_a_time(
 ) -> Float[Array, "r q h c"]:
     """The kernel for CPUs with any number of queries, some of a row as if they were a row."""
     rows, queries = positions.shape
-    count = min(queries, _SIDE_BY_SIDE)
+    count = max(1, min(queries, _SIDE_BY_SIDE))
     while not _kernel_fits(q[:, :count], values, None):
         count //= 2
     parts = -(-queries // count)
@@ -358,7 +358,7 @@ def _in_kernel(
     positions: Int[Array, "r q"],
     tree: Tree | None,
 ) -> Float[Array, "r q h c"]:
-    """Plain attention of a few queries over pages, in a kernel written by hand."""
+    """Attention of a few queries over pages, in a kernel written by hand."""
     slots = table.shape[1] * values.shape[2]
     below, bits, ends = positions + 1, jnp.zeros_like(positions), jnp.minimum(jnp.max(positions, axis=1) + 1, slots)
     if tree is not None:

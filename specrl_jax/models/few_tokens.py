@@ -1,4 +1,5 @@
-"""When a CPU's own kernels (`specrl_jax.kernels`) take the place of the compiler's operations: a few tokens, float32.
+"""When a CPU's own kernels (`specrl_jax.kernels`) take the place of the compiler's operations: in float32, for few
+tokens, or where bits must be the same for any number of them (`kernels_alone`).
 
 They need llvmlite; where that is missing, as on a machine that was set up for GPUs alone, the compiler does it all. It
 is imported where a kernel is used and not before.

@@ -91,12 +91,16 @@ def _loop_over_blocks(fn: Callable[..., Any], block: int, weights: Any, inputs: 
 
 
 def _kernels_suffice(fn: Callable[..., Any], weights: Any, inputs: tuple[Array, ...]) -> bool:
-    """Whether kernels do all of `fn` that has an order; the same for any number of tokens."""
-    if not on_a_cpu():
+    """Whether kernels do all of `fn` that has an order, for `_AT_ONCE` tokens; with any number the answer is that."""
+
+    def most(x: Array) -> Array:
+        return jnp.broadcast_to(x[:1], (_AT_ONCE, *x.shape[1:]))
+
+    if not on_a_cpu() or not _leading(inputs):
         return False
     try:
         with kernels_alone():
-            jax.eval_shape(lambda weights, *inputs: fn(weights, *(x[:1] for x in inputs)), weights, *inputs)
+            jax.eval_shape(lambda weights, *inputs: fn(weights, *map(most, inputs)), weights, *inputs)
     except NoKernelError:
         return False
     return True

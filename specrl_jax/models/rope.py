@@ -4,6 +4,7 @@ import math
 
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jaxtyping import Array, Float, Int
 
 from specrl_jax.models.config import RopeConfig
@@ -75,6 +76,8 @@ def rope_angles(
     """Cosines and sines of every token's angles, in float32."""
     frequencies, factor = inverse_frequencies(rope, head_dim)
     angles = positions.astype(jnp.float32)[:, None, None] * jnp.asarray(frequencies)[None, None]
+    # Neither folded with positions that are known nor fused with what follows: the same bits in every program.
+    angles = lax.optimization_barrier(angles)
     return jnp.cos(angles) * factor, jnp.sin(angles) * factor
 
 

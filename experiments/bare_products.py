@@ -90,12 +90,8 @@ class Floors:
 
     def cost(self, rows: int, k: int) -> float:
         """Of a round of `k` drafts per row, in autoregressive steps."""
-        return self.packed_cost(rows, rows * k, k)
-
-    def packed_cost(self, rows: int, drafts: int, depth: int) -> float:
-        """Of a round of so many drafts of all rows together, `depth` of a row at most, in autoregressive steps."""
-        verify = float(np.interp(rows + drafts, self.tokens, self.policy))
-        return (verify + depth * float(np.interp(rows, self.tokens, self.draft))) / self.step(rows)
+        verify = float(np.interp(rows * (k + 1), self.tokens, self.policy))
+        return (verify + k * float(np.interp(rows, self.tokens, self.draft))) / self.step(rows)
 
     def speedup(self, rows: int, survival: Sequence[float]) -> float:
         """The most that drafts can save for so many rows: the best draft length, none included.
@@ -117,26 +113,6 @@ def measure_floors(pair: Pair, rows: int, longest: int, repeats: int = 7) -> Flo
     typical = {name: float(np.median(values)) for name, values in in_turn(calls, repeats).items()}
     policy, draft = (np.array([typical[f"{part} {n}"] for n in counts]) for part in ("policy", "draft"))
     return Floors(np.array(counts), policy, draft)
-
-
-def dealing_allows(floors: Floors, survival: Sequence[Sequence[float]]) -> float:
-    """What the floors allow when every row drafts as many tokens as suit it, over the best draft length for all rows.
-
-    What counts is the rows' mean time per token, which the slowest rows make, and they have the least to win.
-    `survival[r][i]` is the probability that the first `i + 1` drafts of row `r` are accepted.
-    """
-    rows, longest = len(survival), min(len(row) for row in survival)
-    emitted = 1.0 + np.cumsum([[0.0, *row[:longest]] for row in survival], axis=1)
-    fixed = min(floors.cost(rows, k) * float(np.sum(1.0 / emitted[:, k])) for k in range(longest + 1))
-    saved = 1.0 / emitted[:, :-1] - 1.0 / emitted[:, 1:]
-    best = fixed
-    for depth in range(1, longest + 1):
-        # The draft that saves most comes next; of a row each saves less than the one before it.
-        order = np.argsort(-saved[:, :depth], axis=None, kind="stable")
-        waiting = float(rows) - np.cumsum(saved[:, :depth].reshape(-1)[order])
-        costs = [floors.packed_cost(rows, count, depth) for count in range(1, len(order) + 1)]
-        best = min(best, float(np.min(costs * waiting)))
-    return fixed / best
 
 
 def live_rows(limits: Int[np.ndarray, "b"], rows: int) -> Int[np.ndarray, "t"]:

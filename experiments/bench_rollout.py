@@ -9,9 +9,8 @@ fixed draft length (0 included). `allowed` is what the floors (`bare_products.py
 lengths of this run and the acceptance of its longest fixed draft length (which synthetic acceptance continues), with
 the best draft length for every number of live rows, the same for all of them, after reading the prompts.
 `share_of_floor` is the controller's speed-up over that. `invariant_speedup` is that of the same arm in invariant
-numerics, over draft length 0 in plain ones (`--invariant`). With `--branchy`, `dealing_allows` is what the floors allow
-drafts to save when every row has as many as suit it, over the best draft length for all rows, if each kind of prompt
-has the acceptance that it has when it is decoded without the other.
+numerics, over draft length 0 in plain ones (`--invariant`). `over_alike` is the controller to one that gives all rows
+as many drafts (`--alike`).
 """
 
 import time
@@ -25,9 +24,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import tyro
-from jaxtyping import Bool
 
-from experiments.bare_products import Floors, allowed_speedup, dealing_allows, measure_floors
+from experiments.bare_products import Floors, allowed_speedup, measure_floors
 from experiments.bench_models import (
     OneDevice,
     ShapeOptions,
@@ -37,7 +35,7 @@ from experiments.bench_models import (
     parts_of,
     ratio,
 )
-from experiments.bench_work import Lengths, Work, WorkFlags, WorkOptions, branchy_prompts, make_work, noise_keys
+from experiments.bench_work import Lengths, Work, WorkFlags, WorkOptions, make_work, noise_keys
 from experiments.common import Run, RunOptions, check_least, progress, run_main
 from experiments.expand import Pair
 from experiments.outputs import check_output, markdown_table, open_output, provenance, write_results
@@ -86,6 +84,8 @@ class Config(OneDevice):
     """Most drafts of a row under the controller."""
     random_drafter: bool = False
     """Measure the controller with a random head too."""
+    alike: bool = False
+    """Measure the controller with as many drafts for all rows too."""
     invariant: bool = False
     """Measure draft length 0 and the controller in invariant numerics too."""
     ladder: bool = True
@@ -211,23 +211,6 @@ def random_head(draft: Any, seed: int) -> Any:
     return weights if small else replace(draft, weights=weights)
 
 
-def kinds_of_rows(config: Config, pair: Pair, work: Work, rows: int) -> list[list[float]]:
-    """How often the first 1, 2, ... drafts of each row are accepted, by the kind of its prompt."""
-    branchy = branchy_prompts(config.work, len(work.prompts.row_ids))
-
-    def survival(of_kind: Bool[np.ndarray, "p"]) -> list[float]:
-        limits = work.limits[np.repeat(of_kind, config.samples)]
-        few = replace(work, prompts=jax.tree.map(lambda x: x[of_kind], work.prompts), limits=limits)
-        engine = rollout_of(config, pair, few, min(rows, len(limits)), max(config.draft_lengths), Match(), False)
-        arm = fixed_arm(engine, pair, few)
-        arm()
-        return list(arm.figures.get("survival_per_position", []))
-
-    kinds = {bool(kind): survival(branchy == kind) for kind in np.unique(branchy)}
-    of_rows = np.repeat(branchy, config.samples)[np.arange(rows) * len(branchy) * config.samples // rows]
-    return [kinds[bool(kind)] for kind in of_rows]
-
-
 def measure(
     pair: Pair, config: Config, rows: int, work: Work, survival: float, floors: Floors | None
 ) -> list[dict[str, Any]]:
@@ -254,6 +237,12 @@ def measure(
         random = random_head(pair.draft, config.run.seed)
         engine = rollout_of(config, pair, work, rows, config.longest, Match(), adaptive=True)
         arms["adaptive, random head"] = adaptive_arm(engine, pair, random, work, adaptive.control)
+    if config.alike:
+        settings = replace(adaptive.engine.config, per_row=False)
+        engine = replace(adaptive.engine, config=settings)
+        arms["adaptive, alike"] = adaptive_arm(
+            engine, pair, params_for(engine.drafter, pair.draft), work, adaptive.control
+        )
     twins = {}
     if config.invariant:
         without = rollout_of(config, pair, work, rows, 0, Match(), False, INVARIANT)
@@ -301,8 +290,9 @@ def measure(
             row |= {"best_fixed": best, "over_best_fixed": over[0], "over_best_fixed_low": over[1]}
             share = None if allowed is None else row["speedup"] / allowed
             row |= {"over_best_fixed_high": over[2], "allowed": allowed, "share_of_floor": share}
-            if config.work.branchy and allowed is not None and floors is not None:
-                row["dealing_allows"] = dealing_allows(floors, kinds_of_rows(config, pair, work, rows))
+            if config.alike:
+                keys = ("over_alike", "over_alike_low", "over_alike_high")
+                row |= dict(zip(keys, ratio(seconds["adaptive, alike"], seconds[name]), strict=True))
         table.append(row)
     return table
 

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 import jax.numpy as jnp
 import numpy as np
 import tyro
-from jaxtyping import Array, Bool, Int, UInt32
+from jaxtyping import Array, Int, UInt32
 
 from experiments.common import check_least
 from experiments.inference import ProblemOptions, open_problems
@@ -119,13 +119,8 @@ def make_work(
     return Work(prompts, limits, seed=seed, temperature=options.temperature)
 
 
-def branchy_prompts(options: WorkOptions, count: int) -> Bool[np.ndarray, "p"]:
-    """Which of so many prompts are branchy, evenly between the others."""
-    return np.diff(np.floor(options.branchy * np.arange(count + 1))) > 0
-
-
 def _task_work(options: WorkOptions, policy: str, sequences: int, samples: int, rng: np.random.Generator) -> Work:
-    """Held-out prompts of a task, some of them branchy."""
+    """Held-out prompts of a task, the branchy ones evenly between the others."""
     tokenizer, count = load_tokenizer(policy), sequences // samples
     problem = ProblemOptions(options.task, options.data, problems=count, max_prompt_tokens=options.prompt_tokens)
     problems = open_problems(problem, tokenizer)
@@ -134,7 +129,7 @@ def _task_work(options: WorkOptions, policy: str, sequences: int, samples: int, 
     if len(tokens) < count:
         raise InputError(f"{options.data} has {len(tokens)} prompts of {count}; give more, or raise --prompt-tokens")
     if options.branchy:
-        branchy = branchy_prompts(options, count)
+        branchy = np.diff(np.floor(options.branchy * np.arange(count + 1))) > 0
         tokens[branchy] = rng.integers(2, len(tokenizer), (int(branchy.sum()), tokens.shape[1]))
     prompts = replace(prompts, tokens=jnp.asarray(tokens))
     return Work(prompts, np.full(sequences, options.tokens, np.int32), problems.end_ids)

@@ -31,6 +31,7 @@ from specrl_jax.rollout.control import (
     merge,
     overall_acceptance,
     saved_per_second,
+    share,
     worth_another_step,
 )
 from specrl_jax.rollout.engine import RolloutEngine
@@ -42,6 +43,14 @@ pytestmark = pytest.mark.ci
 SAMPLES, NEW = 3, 20
 PROMPTS = tiny_prompts()
 KEYS = keys_of(PROMPTS, SAMPLES)
+
+
+def test_rows_that_share_alike_have_as_many_drafts_as_there_is_room_for():
+    survival = jnp.array([[0.9, 0.8, 0.7], [0.5, 0.1, 0.0], [0.0, 0.0, 0.0]], jnp.float32)
+    for budget, lengths in ((0, [0, 0, 0]), (1, [0, 0, 0]), (2, [1, 1, 0]), (5, [2, 2, 0]), (9, [3, 2, 0])):
+        np.testing.assert_array_equal(share(survival, jnp.int32(budget)), lengths)
+
+
 DRAFTING = (Body(15, 60), Body(4, 16))  # two to compile
 BODIES = (Body(15, 15), Body(15, 30), Body(15, 60), Body(4, 4), Body(4, 16), Body(1, 1), Body(1, 5))
 
@@ -126,6 +135,12 @@ def test_few_rows_and_waiting_sequences(rows, bodies):
 def test_a_penalty_sees_the_drafts_before_it():
     law = SamplingLaw(repetition_penalty=2.0, end_ids=(1, 7))
     assert_same(adaptive(engine_of(law=law, bodies=DRAFTING), SOME), plain(law=law))
+
+
+def test_rows_that_share_alike_change_no_token():
+    dealt, alike = (adaptive(engine_of(per_row=per_row, bodies=DRAFTING), SOME) for per_row in (True, False))
+    assert_same(alike, plain())
+    assert not np.array_equal(alike.stats.drafted_at, dealt.stats.drafted_at)
 
 
 def test_plain_numerics():

@@ -27,6 +27,7 @@ from specrl_jax.rollout.control import (
     expected_acceptance,
     fade,
     learn,
+    share,
     worth_another_step,
 )
 from specrl_jax.rollout.draws import KeyedDraws
@@ -123,7 +124,8 @@ class AdaptiveRound(Round):
 
         first = drafted(jnp.int32(0), choice, before, none, none)
         _, _, tokens, confidence, survival = lax.while_loop(more, another, (jnp.int32(1), carry, *first))
-        return Dealt(tokens, confidence, allocate(survival, budget))
+        lengths = (allocate if self.config.per_row else share)(survival, budget)
+        return Dealt(tokens, confidence, lengths)
 
     def _packed(self, rows: Rows, body: Body, dealt: Dealt, live: Bool[Array, "r"]) -> tuple[TokenBatch, Any]:
         """The tokens of a round side by side, with row and query of each; and where each `[row, query]` lies."""

@@ -22,6 +22,7 @@ class RolloutConfig:
     law: the sampling law; its end tokens close a response.
     rule: how drafts are drawn and judged, in chains or trees.
     adaptive: choose the drafts of every round while it runs (`rollout/control.py`); chains, and rule match.
+    per_row: of an adaptive draft length, drafts go to the rows where they save most; else all rows have as many.
     bodies: compiled rounds to choose from, at most 12; by default those of `default_bodies`. The ladder is theirs then.
     rows: sequences that are decoded at the same time, on each device; the others wait. By default all.
     cache_bytes: for the keys and values of policy and drafter, on each device; sequences wait, or sit rounds out, when
@@ -36,6 +37,7 @@ class RolloutConfig:
     law: SamplingLaw
     rule: Rule = Match()
     adaptive: bool = False
+    per_row: bool = True
     bodies: tuple[Body, ...] | None = None
     rows: int | None = None
     cache_bytes: int | None = None

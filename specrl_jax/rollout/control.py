@@ -235,6 +235,12 @@ def allocate(survival: Float[Array, "r k"], budget: Int[Array, ""]) -> Int[Array
     return jnp.sum(taken.reshape(survival.shape), axis=1, dtype=jnp.int32)
 
 
+def share(survival: Float[Array, "r k"], budget: Int[Array, ""]) -> Int[Array, "r"]:
+    """Drafts of each row, as many for all of them as `budget` gives; none of survival 0. What `allocate` is against."""
+    made = jnp.sum(survival > 0.0, axis=1, dtype=jnp.int32)
+    return jnp.minimum(made, budget // jnp.maximum(jnp.sum(made > 0, dtype=jnp.int32), 1))
+
+
 def fade(record: Float[Array, "r 2"]) -> Float[Array, "r 2"]:
     """A row's record after a round without drafts: what is known of it grows old, and drafts are tried again."""
     return record * _MEMORY

@@ -160,7 +160,7 @@ def rollout_table() -> str:
                     "workload": f"synthetic, {synthetic:g}" if synthetic else workload,
                     "branchy prompts": row.get("branchy"),
                     "rows": row["rows"],
-                    "lengths": row["lengths"],
+                    "lengths": row["lengths"] + ("" if row["ladder"] else ", no ladder"),
                     "drafts": row["draft_length"],
                     "acceptance length": row["acceptance_length"],
                     "tokens / s": f"{row['tokens_per_second']:.0f}",

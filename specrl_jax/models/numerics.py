@@ -118,8 +118,8 @@ def _invariantly(fn: Callable[..., Any], block: int, weights: Any, inputs: tuple
 def beside_kernels(fn: Callable[..., Any], inputs: tuple[Array, ...]) -> Any:
     """`fn(*inputs)`, within a function for `map_tokens`: the part of it that is the compiler's, whatever does the rest.
 
-    Where kernels do the rest, it runs in blocks of a few tokens. `fn` treats every token (leading axis) by itself and
-    closes over no traced array.
+    Where kernels do the rest, it runs in blocks of a few tokens; what goes into it is computed before, and not fused.
+    `fn` treats every token (leading axis) by itself and closes over no traced array.
     """
     if not in_kernels_alone():
         return fn(*inputs)

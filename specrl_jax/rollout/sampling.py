@@ -198,12 +198,10 @@ class SamplingLaw:
         self, logits: Float[Array, "n v"], context: Context, token_ids: Int[Array, "v"]
     ) -> Float[Array, "n v"]:
         """`log_law` with the bits of `draw`, which must have a kernel."""
-        # The barrier keeps the factor apart from the difference.
-        scaled = lax.optimization_barrier(self.scaled(logits, context, token_ids))
         from specrl_jax.kernels import draw
 
-        of_best = draw.draw(scaled, token_ids, None)[1]
-        return scaled - jnp.max(scaled, axis=1, keepdims=True) + of_best[:, None]
+        scaled = self.scaled(logits, context, token_ids)
+        return beside_kernels(_normalised, (scaled, draw.draw(scaled, token_ids, None)[1]))
 
     def describe(
         self, logits: Float[Array, "n v"], columns: Int[Array, "n"], context: Context, token_ids: Int[Array, "v"]
@@ -230,6 +228,11 @@ def with_tokens(seen: Bool[Array, "r v"], tokens: Int[Array, "r q"], which: Bool
     """`seen` and the tokens of each row that `which` names."""
     rows = jnp.arange(seen.shape[0], dtype=jnp.int32)[:, None]
     return seen.at[rows, jnp.where(which, tokens, seen.shape[1])].set(True, mode="drop")
+
+
+def _normalised(scaled: Float[Array, "n v"], of_best: Float[Array, "n"]) -> Float[Array, "n v"]:
+    """A log-law from the log-probability of its most probable token."""
+    return scaled - jnp.max(scaled, axis=1, keepdims=True) + of_best[:, None]
 
 
 def _columns(seen: Bool[Array, "n all"], token_ids: Int[Array, "m v"]) -> Bool[Array, "n v"]:
@@ -282,17 +285,22 @@ def _sample_block(
     if drawn is not None:
         log_law = law.whole_by_kernel(logits, Context(*context), ids) if keep_law else None
         return TokenLaw(*drawn, jnp.full(logits.shape[:1], -jnp.inf, jnp.float32)), log_law
-    return beside_kernels(functools.partial(_draw, law, keep_law), (logits, keys, *context))
+    # Scaled outside, lest a product be fused with what is subtracted from it in one program and not in another.
+    scaled = law.scaled(logits, Context(*context), ids)
+    return beside_kernels(functools.partial(_draw, law, keep_law), (scaled, keys, context[0]))
 
 
 def _draw(
-    law: SamplingLaw, keep_law: bool, logits: Float[Array, "n v"], keys: UInt32[Array, "n 2"], *context: Array
+    law: SamplingLaw,
+    keep_law: bool,
+    scaled: Float[Array, "n v"],
+    keys: UInt32[Array, "n 2"],
+    positions: Int[Array, "n"],
 ) -> tuple[TokenLaw, Float[Array, "n v"] | None]:
-    ids = jnp.arange(logits.shape[1], dtype=jnp.int32)
-    tempered = law.tempered(logits, Context(*context), ids)
+    tempered = jax.nn.log_softmax(scaled, axis=-1)
     threshold = law.threshold(tempered)
     log_law = law.restrict(tempered, threshold)
-    token = best(law.perturbed(log_law, keys, context[0], ids))[:, 0]
+    token = best(law.perturbed(log_law, keys, positions, jnp.arange(scaled.shape[1], dtype=jnp.int32)))[:, 0]
     return _describe(log_law, token, threshold), (log_law if keep_law else None)
 
 
@@ -310,18 +318,14 @@ def _score_block(
     described = law.describe(logits, tokens, Context(*context), ids) if in_kernels_alone() else None
     if described is not None:
         return TokenLaw(tokens, *described, thresholds)
-    return beside_kernels(functools.partial(_score, law), (logits, tokens, thresholds, *context))
+    scaled = law.scaled(logits, Context(*context), ids)
+    return beside_kernels(functools.partial(_score, law), (scaled, tokens, thresholds))
 
 
 def _score(
-    law: SamplingLaw,
-    logits: Float[Array, "n v"],
-    tokens: Int[Array, "n"],
-    thresholds: Float[Array, "n"],
-    *context: Array,
+    law: SamplingLaw, scaled: Float[Array, "n v"], tokens: Int[Array, "n"], thresholds: Float[Array, "n"]
 ) -> TokenLaw:
-    tempered = law.tempered(logits, Context(*context), jnp.arange(logits.shape[1], dtype=jnp.int32))
-    log_law = law.restrict(tempered, thresholds, tokens)
+    log_law = law.restrict(jax.nn.log_softmax(scaled, axis=-1), thresholds, tokens)
     return _describe(log_law, tokens, thresholds)
 
 

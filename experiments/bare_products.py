@@ -1,7 +1,7 @@
 """The least that rounds could cost: their matrix products alone, and what drafts could then save."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,7 +10,6 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from experiments.bench_models import in_turn
 from experiments.expand import Pair
 from specrl_jax.models.attention import paged_attention
 from specrl_jax.models.cache import KVCache
@@ -22,21 +21,21 @@ ROUNDS = 4
 """Rounds, steps or trips of a timed call."""
 
 
-def timed(fn: Callable[..., Any], *args: Any) -> Callable[[], float]:
-    """A compiled function that tells its seconds per trip; it makes `ROUNDS` trips and its result is used."""
+def timed(fn: Callable[..., Any], *args: Any, count: int = ROUNDS) -> Callable[[], float]:
+    """A compiled function that tells its seconds per trip; it makes `count` trips and its result is used."""
     compiled = jax.jit(fn)
 
     def call() -> float:
         start = time.perf_counter()
         jax.block_until_ready(compiled(*args))
-        return (time.perf_counter() - start) / ROUNDS
+        return (time.perf_counter() - start) / count
 
     return call
 
 
-def trips(fn: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
-    """`fn(weights, x)`, which keeps the shape of `x`, as often as a call has rounds."""
-    return lambda weights, x: jax.lax.fori_loop(0, ROUNDS, lambda _, y: fn(weights, y), x)
+def trips(fn: Callable[[Any, Any], Any], count: int = ROUNDS) -> Callable[[Any, Any], Any]:
+    """`fn(weights, x)`, which keeps the shape of `x`, `count` times."""
+    return lambda weights, x: jax.lax.fori_loop(0, count, lambda _, y: fn(weights, y), x)
 
 
 def bare_policy(params: Any, x: Float[Array, "n d"]) -> Float[Array, "n d"]:
@@ -70,10 +69,11 @@ def bare_draft_step(draft: Any, x: Float[Array, "n d"]) -> Float[Array, "n d"]:
     return x + 1e-6 * linear(x, weights.lm_head)[:, : x.shape[1]]
 
 
-def bare_calls(pair: Pair, tokens: int) -> tuple[Callable[[], float], Callable[[], float]]:
-    """The policy's products for so many tokens, and the draft head's, timed."""
+def bare_calls(pair: Pair, tokens: int, count: int = ROUNDS) -> tuple[Callable[[], float], Callable[[], float]]:
+    """The policy's products for so many tokens, and the draft head's, timed over `count` trips."""
     x = jnp.ones((tokens, pair.policy.hidden_size), jnp.dtype(pair.policy.dtype))
-    return timed(trips(bare_policy), pair.params, x), timed(trips(bare_draft_step), pair.draft, x)
+    policy = timed(trips(bare_policy, count), pair.params, x, count=count)
+    return policy, timed(trips(bare_draft_step, count), pair.draft, x, count=count)
 
 
 @dataclass(frozen=True)
@@ -102,17 +102,27 @@ class Floors:
         return max(float(emitted[k]) / self.cost(rows, k) for k in range(len(emitted)))
 
 
-def measure_floors(pair: Pair, rows: int, longest: int, repeats: int = 7) -> Floors:
-    """Time the products of 1 to `rows * (longest + 1)` tokens, at least 512, in turn; medians."""
-    most = max(rows * (longest + 1), 512)
-    steps = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 512)
-    counts = [*(n for n in steps if n < most), most]
+_STEPS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
+_PROMPT = 512  # tokens that are read together
+_LONG = 64  # tokens from which one trip is long enough to be timed
+
+
+def floor_calls(pair: Pair, rows: int, longest: int) -> dict[str, Callable[[], float]]:
+    """Products of 1 to `rows * (longest + 1)` tokens, and of a long prompt's, to be timed beside what they bound."""
+    most = rows * (longest + 1)
     calls: dict[str, Callable[[], float]] = {}
-    for n in counts:
-        calls[f"policy {n}"], calls[f"draft {n}"] = bare_calls(pair, n)
-    typical = {name: float(np.median(values)) for name, values in in_turn(calls, repeats).items()}
-    policy, draft = (np.array([typical[f"{part} {n}"] for n in counts]) for part in ("policy", "draft"))
-    return Floors(np.array(counts), policy, draft)
+    for n in sorted({*(n for n in _STEPS if n < most), most, max(most, _PROMPT)}):
+        calls[f"floor policy {n}"], calls[f"floor draft {n}"] = bare_calls(pair, n, ROUNDS if n < _LONG else 1)
+    return calls
+
+
+def floors_by_turn(seconds: Mapping[str, Float[np.ndarray, "t"]]) -> list[Floors]:
+    """The floors of every turn, from what `floor_calls` took in it; other calls are passed over."""
+    counts = [int(name.rsplit(" ", 1)[1]) for name in seconds if name.startswith("floor policy ")]
+    if not counts:
+        return []
+    policy, draft = (np.stack([seconds[f"floor {part} {n}"] for n in counts], axis=1) for part in ("policy", "draft"))
+    return [Floors(np.array(counts), *both) for both in zip(policy, draft, strict=True)]
 
 
 def live_rows(limits: Int[np.ndarray, "b"], rows: int) -> Int[np.ndarray, "t"]:

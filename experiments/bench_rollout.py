@@ -5,12 +5,12 @@ and the controller with a random head (which can only lose). A batch is `sequenc
 With `--task` they are a policy's responses to real prompts, which end as they end; else prompts are random and
 lengths forced: long-tailed ones are exp(N(ln 64, 0.8)), fixed by the seed and clipped at 512. `speedup` is the median
 of paired ratios to draft length 0, with its 95% interval, `over_best_fixed` that of the controller to the fastest
-fixed draft length (0 included). `allowed` is what the floors (`bare_products.py`, measured here too) allow at the
-lengths of this run and the acceptance of its longest fixed draft length (which synthetic acceptance continues), with
-the best draft length for every number of live rows, the same for all of them, after reading the prompts.
-`share_of_floor` is the controller's speed-up over that. `invariant_speedup` is that of the same arm in invariant
-numerics, over draft length 0 in plain ones (`--invariant`). `over_alike` is the controller to one that gives all rows
-as many drafts (`--alike`).
+fixed draft length (0 included). `allowed` is what the floors (`bare_products.py`, measured in the same turns) allow at
+the lengths of this run and the acceptance of its longest fixed draft length (which synthetic acceptance continues),
+with the best draft length for every number of live rows, the same for all of them, after reading the prompts.
+`share_of_floor` is the controller's speed-up over that, by turn: median and 95% interval. `invariant_speedup` is that
+of the same arm in invariant numerics, over draft length 0 in plain ones (`--invariant`). `over_alike` is the
+controller to one that gives all rows as many drafts (`--alike`).
 """
 
 import time
@@ -25,7 +25,7 @@ import jax.numpy as jnp
 import numpy as np
 import tyro
 
-from experiments.bare_products import Floors, allowed_speedup, measure_floors
+from experiments.bare_products import allowed_speedup, floor_calls, floors_by_turn
 from experiments.bench_models import (
     OneDevice,
     ShapeOptions,
@@ -211,9 +211,7 @@ def random_head(draft: Any, seed: int) -> Any:
     return weights if small else replace(draft, weights=weights)
 
 
-def measure(
-    pair: Pair, config: Config, rows: int, work: Work, survival: float, floors: Floors | None
-) -> list[dict[str, Any]]:
+def measure(pair: Pair, config: Config, rows: int, work: Work, survival: float) -> list[dict[str, Any]]:
     """A row of the table per arm."""
     rows = min(rows, len(work.limits))
     rule = SyntheticMatch(survival=survival) if survival else Match()
@@ -248,15 +246,17 @@ def measure(
         without = rollout_of(config, pair, work, rows, 0, Match(), False, INVARIANT)
         twins = {"0": fixed_arm(without, pair, work), "adaptive": controlled(INVARIANT, "invariant.")}
     named = {f"{name}, invariant": arm for name, arm in twins.items()}
-    seconds = in_turn(arms | named, config.repeats, discard=2)
+    # The floors are of a head.
+    bounded = config.floors and config.drafts == "head" and isinstance(pair.drafter, Eagle3Drafter)
+    floors = floor_calls(pair, rows, config.longest) if bounded else {}
+    seconds = in_turn(arms | named | floors, config.repeats, discard=2)
     lengths = np.asarray(arms["0"].figures["lengths"])
     best = min(fixed, key=lambda name: float(np.median(seconds[name])))
     survivals = list(fixed[str(max(config.draft_lengths))].figures.get("survival_per_position", []))
     while survival and survivals and len(survivals) < config.longest:
         survivals.append(survivals[-1] * survival)
-    allowed = None
-    if config.drafts == "head" and floors is not None:  # the floors are of a head
-        allowed = allowed_speedup(floors, lengths, rows, survivals, int(jnp.sum(work.prompts.lengths)))
+    read = int(jnp.sum(work.prompts.lengths))
+    allowed = np.array([allowed_speedup(floor, lengths, rows, survivals, read) for floor in floors_by_turn(seconds)])
     shared: dict[str, Any] = {
         "workload": config.work.task or ("synthetic" if survival else "random"),
         "branchy": config.work.branchy or None,
@@ -288,8 +288,11 @@ def measure(
         if name == "adaptive":
             over = ratio(seconds[best], seconds[name])
             row |= {"best_fixed": best, "over_best_fixed": over[0], "over_best_fixed_low": over[1]}
-            share = None if allowed is None else row["speedup"] / allowed
-            row |= {"over_best_fixed_high": over[2], "allowed": allowed, "share_of_floor": share}
+            row |= {"over_best_fixed_high": over[2]}
+            if bounded:
+                keys = ("share_of_floor", "share_low", "share_high")
+                row |= dict(zip(keys, ratio(seconds["0"] / seconds[name], allowed), strict=True))
+                row |= {"allowed": float(np.median(allowed))}
             if config.alike:
                 keys = ("over_alike", "over_alike_low", "over_alike_high")
                 row |= dict(zip(keys, ratio(seconds["adaptive, alike"], seconds[name]), strict=True))
@@ -304,13 +307,11 @@ def main(config: Config) -> None:
     works = {rows: make_work(config.work, config.sequences or rows, *source, config.samples) for rows in config.rows}
     pair = open_expanded_or_small(config.model, config.run.seed)
     out = open_output(config.run, config, SCRIPT)
-    headed = config.floors and isinstance(pair.drafter, Eagle3Drafter)
-    floors = {rows: measure_floors(pair, rows, config.longest) if headed else None for rows in config.rows}
     cases = [(rows, survival) for survival in config.survival for rows in config.rows]
     table: list[dict[str, Any]] = []
     with progress("cases", len(cases)) as advance:
         for rows, survival in cases:
-            table += measure(pair, config, rows, works[rows], survival, floors[rows])
+            table += measure(pair, config, rows, works[rows], survival)
             advance(1, f"{rows} rows: {table[-1]['speedup']:.2f}x")
     origin = provenance(config.run.seed) | parts_of(pair, config.model)
     write_results(out, table, "Rollout with and without drafts", origin)

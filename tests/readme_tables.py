@@ -166,12 +166,18 @@ def rollout_table() -> str:
                     "tokens / s": f"{row['tokens_per_second']:.0f}",
                     "speed-up": _speed(row),
                     "over best fixed": None if share is None else _speed(row, "over_best_fixed"),
-                    "of what floors allow": None if share is None else f"{share:.2f} of {row['allowed']:.2f}",
+                    "of what floors allow": None if share is None else f"{_share(row)} of {row['allowed']:.2f}",
                     "invariant bits": _speed(row, "invariant_speedup") if "invariant_speedup" in row else None,
                     "CPU": "Xeon" if "Xeon" in row["device"] else row["device"].split(",")[0].split()[-1],
                 }
             )
     return markdown_table(rows)
+
+
+def _share(row: dict[str, Any]) -> str:
+    """Share of what floors allow, with its interval where they were measured in the same turns."""
+    share = f"{row['share_of_floor']:.2f}"
+    return f"{share} ({row['share_low']:.2f} to {row['share_high']:.2f})" if "share_low" in row else share
 
 
 def peers_table() -> str:

@@ -21,21 +21,16 @@ ROUNDS = 4
 """Rounds, steps or trips of a timed call."""
 
 
-def timed(fn: Callable[..., Any], *args: Any, count: int = ROUNDS) -> Callable[[], float]:
-    """A compiled function that tells its seconds per trip; it makes `count` trips and its result is used."""
-    compiled = jax.jit(fn)
+def timed(fn: Callable[[Any, Any], Any], weights: Any, x: Any, trips: int = ROUNDS) -> Callable[[], float]:
+    """`fn(weights, x)`, which keeps the shape of `x`, `trips` times in one program; tells its seconds per trip."""
+    compiled = jax.jit(lambda weights, x: jax.lax.fori_loop(0, trips, lambda _, y: fn(weights, y), x))
 
     def call() -> float:
         start = time.perf_counter()
-        jax.block_until_ready(compiled(*args))
-        return (time.perf_counter() - start) / count
+        jax.block_until_ready(compiled(weights, x))
+        return (time.perf_counter() - start) / trips
 
     return call
-
-
-def trips(fn: Callable[[Any, Any], Any], count: int = ROUNDS) -> Callable[[Any, Any], Any]:
-    """`fn(weights, x)`, which keeps the shape of `x`, `count` times."""
-    return lambda weights, x: jax.lax.fori_loop(0, count, lambda _, y: fn(weights, y), x)
 
 
 def bare_policy(params: Any, x: Float[Array, "n d"]) -> Float[Array, "n d"]:
@@ -69,11 +64,10 @@ def bare_draft_step(draft: Any, x: Float[Array, "n d"]) -> Float[Array, "n d"]:
     return x + 1e-6 * linear(x, weights.lm_head)[:, : x.shape[1]]
 
 
-def bare_calls(pair: Pair, tokens: int, count: int = ROUNDS) -> tuple[Callable[[], float], Callable[[], float]]:
-    """The policy's products for so many tokens, and the draft head's, timed over `count` trips."""
+def bare_calls(pair: Pair, tokens: int, trips: int = ROUNDS) -> tuple[Callable[[], float], Callable[[], float]]:
+    """The policy's products for so many tokens, and the draft head's, timed."""
     x = jnp.ones((tokens, pair.policy.hidden_size), jnp.dtype(pair.policy.dtype))
-    policy = timed(trips(bare_policy, count), pair.params, x, count=count)
-    return policy, timed(trips(bare_draft_step, count), pair.draft, x, count=count)
+    return timed(bare_policy, pair.params, x, trips), timed(bare_draft_step, pair.draft, x, trips)
 
 
 @dataclass(frozen=True)
@@ -111,7 +105,7 @@ def floor_calls(pair: Pair, rows: int, longest: int) -> dict[str, Callable[[], f
     """Products of 1 to `rows * (longest + 1)` tokens, and of a long prompt's, to be timed beside what they bound."""
     most = rows * (longest + 1)
     calls: dict[str, Callable[[], float]] = {}
-    for n in sorted({*(n for n in _STEPS if n < most), most, max(most, _PROMPT)}):
+    for n in sorted({*(n for n in _STEPS if n < most), most, _PROMPT}):
         calls[f"floor policy {n}"], calls[f"floor draft {n}"] = bare_calls(pair, n, ROUNDS if n < _LONG else 1)
     return calls
 

@@ -18,7 +18,7 @@ import numpy as np
 import tyro
 from jax.experimental.compilation_cache import compilation_cache
 
-from experiments.bench_models import OneDevice, ShapeOptions, in_turn, open_expanded, parts_of, ratio
+from experiments.bench_models import OneDevice, ShapeOptions, in_turn, open_expanded, parts_of, ratio_columns
 from experiments.bench_work import endless_law, long_tailed, noise_keys, random_prompts
 from experiments.common import Run, RunOptions, check_least, run_main
 from experiments.expand import Pair, size
@@ -127,15 +127,12 @@ def prefill(pair: Pair, config: Config) -> dict[str, Any]:
 
         calls[str(samples)] = call
     seconds = in_turn(calls, config.repeats)
-    middle, low, high = ratio(seconds[str(config.group)], seconds["1"])
     return {
         "part": "prefill of a group",
         "samples": config.group,
         "prompt_tokens": config.group_prompt_tokens,
         "seconds": float(np.median(seconds[str(config.group)])),
-        "over_one": middle,
-        "over_one_low": low,
-        "over_one_high": high,
+        **ratio_columns("over_one", seconds[str(config.group)], seconds["1"]),
     }
 
 

@@ -142,3 +142,10 @@ def ratio(numerator: Float[np.ndarray, "n"], denominator: Float[np.ndarray, "n"]
     below = np.cumsum([math.comb(count, i) for i in range(count + 1)]) / 2.0**count
     low = max(0, int(np.searchsorted(below, 0.025)) - 1)
     return float(np.median(ratios)), float(ratios[low]), float(ratios[count - 1 - low])
+
+
+def ratio_columns(
+    name: str, numerator: Float[np.ndarray, "n"], denominator: Float[np.ndarray, "n"]
+) -> dict[str, float]:
+    """`ratio` as a table has it: `name`, `name_low` and `name_high`."""
+    return dict(zip((name, f"{name}_low", f"{name}_high"), ratio(numerator, denominator), strict=True))

@@ -28,7 +28,7 @@ from experiments.bench_models import (
     in_turn,
     open_expanded,
     parts_of,
-    ratio,
+    ratio_columns,
     save_pair,
 )
 from experiments.bench_work import Work, WorkFlags, WorkOptions, make_work, noise_keys
@@ -227,8 +227,7 @@ def measure(pair: Pair, config: Config, work: Work, peers: Mapping[str, Peer]) -
             "new_tokens": "natural" if config.work.task else config.work.tokens,
             "tokens_per_second": 1.0 / float(np.median(seconds[name])),
         }
-        middle = ratio(seconds[name], seconds[fastest])
-        row |= dict(zip(("speedup", "speedup_low", "speedup_high"), middle, strict=True)) | arm.figures
+        row |= ratio_columns("speedup", seconds[name], seconds[fastest]) | arm.figures
         if isinstance(arm, Theirs):
             products = arm.peer.request("matmul", shapes=chain_shapes(pair, rows), repeats=10)
             row["products_ms"] = 1e3 * products["seconds"] if "seconds" in products else None

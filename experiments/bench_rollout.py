@@ -33,7 +33,7 @@ from experiments.bench_models import (
     in_turn,
     open_expanded_or_small,
     parts_of,
-    ratio,
+    ratio_columns,
 )
 from experiments.bench_work import Lengths, Work, WorkFlags, WorkOptions, make_work, noise_keys
 from experiments.common import Run, RunOptions, check_least, progress, run_main
@@ -211,8 +211,10 @@ def random_head(draft: Any, seed: int) -> Any:
     return weights if small else replace(draft, weights=weights)
 
 
-def measure(pair: Pair, config: Config, rows: int, work: Work, survival: float) -> list[dict[str, Any]]:
-    """A row of the table per arm."""
+def measure(
+    pair: Pair, config: Config, rows: int, work: Work, survival: float, floors: Mapping[str, Callable[[], float]]
+) -> list[dict[str, Any]]:
+    """A row of the table per arm; `floors` are timed with them."""
     rows = min(rows, len(work.limits))
     rule = SyntheticMatch(survival=survival) if survival else Match()
 
@@ -246,10 +248,7 @@ def measure(pair: Pair, config: Config, rows: int, work: Work, survival: float) 
         without = rollout_of(config, pair, work, rows, 0, Match(), False, INVARIANT)
         twins = {"0": fixed_arm(without, pair, work), "adaptive": controlled(INVARIANT, "invariant.")}
     named = {f"{name}, invariant": arm for name, arm in twins.items()}
-    # The floors are of a head.
-    bounded = config.floors and config.drafts == "head" and isinstance(pair.drafter, Eagle3Drafter)
-    floors = floor_calls(pair, rows, config.longest) if bounded else {}
-    seconds = in_turn(arms | named | floors, config.repeats, discard=2)
+    seconds = in_turn(arms | named | dict(floors), config.repeats, discard=2)
     lengths = np.asarray(arms["0"].figures["lengths"])
     best = min(fixed, key=lambda name: float(np.median(seconds[name])))
     survivals = list(fixed[str(max(config.draft_lengths))].figures.get("survival_per_position", []))
@@ -278,24 +277,19 @@ def measure(pair: Pair, config: Config, rows: int, work: Work, survival: float) 
             "seconds": typical,
             "tokens_per_second": float(lengths.sum()) / typical,
         }
-        row |= dict(zip(("speedup", "speedup_low", "speedup_high"), ratio(seconds["0"], seconds[name]), strict=True))
+        row |= ratio_columns("speedup", seconds["0"], seconds[name])
         row |= {key: arm.figures.get(key) for key in ("acceptance_length", "entropy", "bodies")}
         if name in twins:
-            keys = ("invariant_speedup", "invariant_speedup_low", "invariant_speedup_high")
-            row |= dict(zip(keys, ratio(seconds["0"], seconds[f"{name}, invariant"]), strict=True))
+            row |= ratio_columns("invariant_speedup", seconds["0"], seconds[f"{name}, invariant"])
         if name.endswith("random head"):
             row |= {"workload": config.work.task or "random", "synthetic_survival": None}
         if name == "adaptive":
-            over = ratio(seconds[best], seconds[name])
-            row |= {"best_fixed": best, "over_best_fixed": over[0], "over_best_fixed_low": over[1]}
-            row |= {"over_best_fixed_high": over[2]}
-            if bounded:
-                keys = ("share_of_floor", "share_low", "share_high")
-                row |= dict(zip(keys, ratio(seconds["0"] / seconds[name], allowed), strict=True))
+            row |= {"best_fixed": best} | ratio_columns("over_best_fixed", seconds[best], seconds[name])
+            if floors:
+                row |= ratio_columns("share_of_floor", seconds["0"] / seconds[name], allowed)
                 row |= {"allowed": float(np.median(allowed))}
             if config.alike:
-                keys = ("over_alike", "over_alike_low", "over_alike_high")
-                row |= dict(zip(keys, ratio(seconds["adaptive, alike"], seconds[name]), strict=True))
+                row |= ratio_columns("over_alike", seconds["adaptive, alike"], seconds[name])
         table.append(row)
     return table
 
@@ -307,11 +301,13 @@ def main(config: Config) -> None:
     works = {rows: make_work(config.work, config.sequences or rows, *source, config.samples) for rows in config.rows}
     pair = open_expanded_or_small(config.model, config.run.seed)
     out = open_output(config.run, config, SCRIPT)
+    headed = config.floors and config.drafts == "head" and isinstance(pair.drafter, Eagle3Drafter)
+    floors = {rows: floor_calls(pair, rows, config.longest) if headed else {} for rows in config.rows}
     cases = [(rows, survival) for survival in config.survival for rows in config.rows]
     table: list[dict[str, Any]] = []
     with progress("cases", len(cases)) as advance:
         for rows, survival in cases:
-            table += measure(pair, config, rows, works[rows], survival)
+            table += measure(pair, config, rows, works[rows], survival, floors[rows])
             advance(1, f"{rows} rows: {table[-1]['speedup']:.2f}x")
     origin = provenance(config.run.seed) | parts_of(pair, config.model)
     write_results(out, table, "Rollout with and without drafts", origin)

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 import tyro
 
-from experiments.bare_products import ROUNDS, bare_attention, bare_calls, timed, trips
+from experiments.bare_products import ROUNDS, bare_attention, bare_calls, timed
 from experiments.bench_models import (
     OneDevice,
     ShapeOptions,
@@ -29,6 +29,7 @@ from experiments.bench_models import (
     open_expanded,
     parts_of,
     ratio,
+    ratio_columns,
 )
 from experiments.bench_work import endless_law
 from experiments.common import Run, RunOptions, check_least, progress, run_main
@@ -175,9 +176,9 @@ def part_calls(pair: Pair, engine: RolloutEngine, params: Any, rows: int, contex
 
     whole = timed_rounds(forwards, batch, ROUNDS)
     return {
-        "draft": timed(trips(draft), params, standing.last_token),
+        "draft": timed(draft, params, standing.last_token),
         "forward": lambda: whole(pair.params, None),
-        "draw": timed(trips(draw), pair.params, standing.last_token),
+        "draw": timed(draw, pair.params, standing.last_token),
     }
 
 
@@ -189,7 +190,7 @@ def measure(pair: Pair, config: Config, rows: int, context: int) -> list[dict[st
     calls = {"step": round_call(pair, step, None, rows, context), "bare step": bare_step, "bare draft": bare_draft}
     cache = policy_cache(pair.policy, rows, context, Numerics())
     queries = jnp.ones((rows, 1, pair.policy.num_heads, pair.policy.head_dim), jnp.dtype(pair.policy.dtype))
-    calls["bare attention"] = timed(trips(bare_attention), cache, queries)
+    calls["bare attention"] = timed(bare_attention, cache, queries)
     looks = config.drafts == "suffix"
     samples = _LOOKED_IN if looks and rows % _LOOKED_IN == 0 else 1
     for k in config.draft_lengths:
@@ -211,7 +212,6 @@ def measure(pair: Pair, config: Config, rows: int, context: int) -> list[dict[st
         steps = k if config.drafts == "head" else 0
         floor = (verify + steps * seconds["bare draft"]) / seconds["bare step"]
         cost = ratio(whole, seconds["step"])
-        over = ratio(whole / seconds["step"], floor)
         row: dict[str, Any] = {
             "rows": rows,
             "context": context,
@@ -225,17 +225,15 @@ def measure(pair: Pair, config: Config, rows: int, context: int) -> list[dict[st
             "round_ms": 1e3 * typical[f"round {k}"],
             "round_cost": cost[0],
             "floor": float(sorted(floor)[len(floor) // 2]),
-            "over_floor": over[0],
-            "over_floor_low": over[1],
-            "over_floor_high": over[2],
+            **ratio_columns("over_floor", whole / seconds["step"], floor),
             "forward_over_bare": float("nan"),
         }
         if config.parts:
             parts = {name: 1e3 * typical[f"{name} {k}"] for name in ("draft", "forward", "draw")}
             row |= {f"{name}_ms": value for name, value in parts.items()}
             row["bookkeeping_ms"] = row["round_ms"] - sum(parts.values())
-            least = ratio(seconds[f"draft {k}"], seconds[f"draft {min(config.draft_lengths)}"])
-            row |= dict(zip(("draft_over_least", "draft_over_least_low", "draft_over_least_high"), least, strict=True))
+            least = seconds[f"draft {min(config.draft_lengths)}"]
+            row |= ratio_columns("draft_over_least", seconds[f"draft {k}"], least)
             row["forward_over_bare"] = ratio(seconds[f"forward {k}"], verify)[0]
         table.append(row)
     return table

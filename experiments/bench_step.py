@@ -31,6 +31,7 @@ from experiments.bench_models import (
     open_expanded,
     parts_of,
     ratio,
+    ratio_columns,
     save_pair,
 )
 from experiments.bench_work import endless_law
@@ -202,9 +203,8 @@ def measure(pair: Pair, config: Config, kl_coef: float, peers: Mapping[str, Thei
     passes = "reference" if kl_coef else "none"
 
     def row(name: str, against: Float[np.ndarray, "n"], own: Float[np.ndarray, "n"]) -> dict[str, Any]:
-        middle, low, high = ratio(against, own)
         figures = {"arm": name, "log_prob_pass": passes, "seconds": float(np.median(seconds[name]))}
-        return figures | {"speedup": middle, "speedup_low": low, "speedup_high": high}
+        return figures | ratio_columns("speedup", against, own)
 
     table = []
     for k in ours:

@@ -176,8 +176,8 @@ def rollout_table() -> str:
 
 def _share(row: dict[str, Any]) -> str:
     """Share of what floors allow, with its interval where they were measured in the same turns."""
-    share = f"{row['share_of_floor']:.2f}"
-    return f"{share} ({row['share_low']:.2f} to {row['share_high']:.2f})" if "share_low" in row else share
+    name = "share_of_floor"
+    return _speed(row, name) if f"{name}_low" in row else f"{row[name]:.2f}"
 
 
 def peers_table() -> str:

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from scripts import SCRIPTS, refusal, run_script
 
-from experiments import draft_length
-from experiments.bare_products import Floors, allowed_speedup, floors_by_turn, live_rows
-from experiments.bench_models import SyntheticMatch, in_turn, ratio
+from experiments import bench_rollout, draft_length
+from experiments.bare_products import Floors, allowed_speedup, floor_calls, floors_by_turn, live_rows
+from experiments.bench_models import ShapeOptions, SyntheticMatch, in_turn, open_expanded, ratio
 from experiments.draft_length import Found
 from experiments.seeds import mean_over_seeds
 from specrl_jax.drafters.suffix import SuffixDrafter
@@ -145,6 +145,13 @@ def test_rounds_of_suffix_drafts_look_in_siblings_and_an_earlier_epoch(monkeypat
 def test_rollouts_are_timed_at_a_small_shape(monkeypatch, tmp_path):
     out = tmp_path / "out"
     argv = ("--preset", "smoke", "--shape", "25m", "--tokens", 4, "--costs", tmp_path / "costs", "--out", out)
+    judged = []
+
+    def noted(floors, *args):
+        judged.append((floors, allowed_speedup(floors, *args)))
+        return 1.5
+
+    monkeypatch.setattr(bench_rollout, "allowed_speedup", noted)
     run_script(monkeypatch, SCRIPTS["bench_rollout"], *argv, "--invariant", "--alike")
     rows = json.loads((out / "results.json").read_text())["rows"]
     assert [row["draft_length"] for row in rows] == ["0", "2", "adaptive", "adaptive, alike"]
@@ -152,8 +159,10 @@ def test_rollouts_are_timed_at_a_small_shape(monkeypatch, tmp_path):
     assert rows[0]["speedup"] == 1.0
     assert rows[1]["acceptance_length"] > 1.0
     assert re.fullmatch(r"(\d+x\d+:\d+ ?)+", rows[2]["bodies"])
-    assert 0.0 < rows[2]["share_low"] <= rows[2]["share_of_floor"] <= rows[2]["share_high"]
-    assert rows[2]["allowed"] >= 1.0
+    for end in ("", "_low", "_high"):
+        assert rows[2][f"share_of_floor{end}"] == pytest.approx(rows[2][f"speedup{end}"] / rows[2]["allowed"])
+    assert len({tuple(floors.policy) for floors, _ in judged}) == 3  # those of every turn
+    assert all(allowed >= 1.0 for _, allowed in judged)
     assert rows[2]["best_fixed"] in ("0", "2")
     assert (tmp_path / "costs.2.json").is_file()
     assert (tmp_path / "costs.invariant.2.json").is_file()
@@ -204,6 +213,15 @@ def test_floors_of_a_turn_are_those_that_were_timed_in_it():
     np.testing.assert_array_equal(fast.tokens, [1, 8])
     assert (fast.cost(1, 7), slow.cost(1, 7)) == pytest.approx((1.5 + 0.7, (4.0 + 1.4) / 2))
     assert floors_by_turn({"0": np.ones(2)}) == []
+
+
+@pytest.mark.parametrize("rows", [1, 128])
+def test_floors_reach_to_the_largest_round_and_to_a_prompt(rows):
+    calls = floor_calls(open_expanded(ShapeOptions(shape="25m"), 0), rows, 7)
+    counts = [int(name.split()[-1]) for name in calls if "policy" in name]
+    assert {1, 8, 512, 8 * rows} <= set(counts)
+    assert counts == sorted(counts)
+    assert counts[-1] == max(8 * rows, 512)
 
 
 def test_the_draft_length_table_has_intervals_and_the_papers_figures(monkeypatch, tmp_path):

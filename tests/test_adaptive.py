@@ -21,8 +21,8 @@ from specrl_jax.rollout.control import (
     BINS,
     Body,
     allocate,
+    best_verified,
     bin_of,
-    choose_body,
     default_bodies,
     fade,
     forget,
@@ -30,9 +30,11 @@ from specrl_jax.rollout.control import (
     learn,
     merge,
     overall_acceptance,
-    saved_per_second,
+    plan_round,
+    seconds_per_token,
     share,
     worth_another_step,
+    worth_of_tokens,
 )
 from specrl_jax.rollout.engine import RolloutEngine
 from specrl_jax.rollout.rules import Block, Match
@@ -149,51 +151,67 @@ def test_plain_numerics():
     np.testing.assert_array_equal(ours.tokens, plain(numerics=numerics).tokens)
 
 
-def saved(survival):
-    """Rounds per token that each draft saves its row."""
-    expected = 1.0 + np.cumsum(np.pad(np.asarray(survival, np.float64), ((0, 0), (1, 0))), axis=1)
-    return 1.0 / expected[:, :-1] - 1.0 / expected[:, 1:]
-
-
 def test_dealing_takes_the_prefixes_that_save_most():
     rng = np.random.default_rng(0)
     for _ in range(50):
-        survival = np.cumprod(rng.choice([0.0, 0.3, 0.9, 1.0], (5, 6)), axis=1).astype(np.float32)
+        survival = np.cumprod(rng.choice([0.0, 0.3, 0.9, 1.0], (5, 6)), axis=1)
+        worth = (survival * rng.choice([0.1, 0.3, 1.0], (5, 1))).astype(np.float32)
         budget = int(rng.integers(0, 31))
-        lengths = np.asarray(allocate(jnp.asarray(survival), jnp.int32(budget)))
-        assert lengths.sum() == min(budget, (survival > 0).sum())
+        lengths = np.asarray(allocate(jnp.asarray(worth), jnp.int32(budget)))
+        assert lengths.sum() == min(budget, (worth > 0).sum())
         taken = np.arange(6)[None] < lengths[:, None]
-        best = np.sort(saved(survival).ravel())[::-1][: lengths.sum()]
-        np.testing.assert_allclose(np.sort(saved(survival)[taken])[::-1], best, atol=1e-6)
+        best = np.sort(worth.ravel())[::-1][: lengths.sum()]
+        np.testing.assert_allclose(np.sort(worth[taken])[::-1], best, atol=1e-6)
 
 
-def test_a_row_that_gets_many_tokens_leaves_drafts_to_one_that_gets_few():
-    """The sure row's fifth draft survives oftener than the other's first, which shortens the batch more."""
-    survival = jnp.array([[0.9, 0.8, 0.7, 0.6, 0.55], [0.5, 0.1, 0.0, 0.0, 0.0]], jnp.float32)
-    np.testing.assert_array_equal(allocate(survival, jnp.int32(5)), [4, 1])
+def test_a_token_is_worth_more_to_a_row_that_gets_few():
+    """Another token a round shortens a response by `1 / x - 1 / (x + 1)` rounds per token, to first order `1 / x**2`."""
+    control, record = initial_control(np.ones(2)), jnp.array([[1e6, 0.8e6], [1e6, 0.1e6], [1e6, 0.8e6]])
+    live = jnp.array([True, True, False])
+    for steps in (0, 1, 3):
+        tokens = [sum(p**i for i in range(1 + steps)) for p in (0.8, 0.1)]
+        worth = worth_of_tokens(control, 3, jnp.int32(steps), live, record)
+        np.testing.assert_allclose(worth, [*(1.0 / x**2 for x in tokens), 0.0], rtol=1e-4)
 
 
 def test_a_draft_is_worth_what_it_adds_to_those_that_are_verified():
-    """Two rows, two drafts each so far, room for four more; every further draft is taken to survive 0.9 of the last."""
+    """Two rows, two drafts each so far; every further draft is taken to survive 0.9 of the last."""
     control = initial_control(np.ones(1), per_step=0.1)
-    none = jnp.zeros((2, 4), jnp.float32)
+    none, token = jnp.zeros((2, 4), jnp.float32), jnp.array([0.5, 0.25])
 
-    def worth(survival, budget, per_second):
-        drafted = none.at[:, :2].set(jnp.array(survival, jnp.float32))
-        return bool(worth_another_step(control, drafted, jnp.int32(2), jnp.int32(budget), jnp.float32(per_second)))
+    def worth(survival, budget, per_second, per_token=0.0):
+        drafted, prices = none.at[:, :2].set(jnp.array(survival, jnp.float32)), map(jnp.float32, (per_second, per_token))
+        return bool(worth_another_step(control, drafted, token, jnp.int32(2), jnp.int32(budget), *prices))
 
     acceptance = float(overall_acceptance(control))  # at every depth, since nothing was learned
     even, uneven = [[0.8, 0.6], [0.8, 0.6]], [[0.9, 0.9], [0.3, 0.05]]
-    third = saved([[0.8, 0.6, 0.6 * acceptance]])[0, 2]
-    # Of four drafts the sure row's third takes the place of the other's second.
-    instead = saved([[0.9, 0.9, 0.9 * acceptance]])[0, 2] - saved([[0.3, 0.05]])[0, 1]
-    assert instead > 0.0
-    # With room for all, two drafts of 0.6 each are to come; with none, nothing better than what is there.
+    third = 0.6 * acceptance * np.asarray(token)
+    # Of four drafts the first row's third takes the place of the other's second.
+    instead = 0.5 * 0.9 * acceptance - 0.25 * 0.05
     for factor, worthwhile in ((0.99, True), (1.01, False)):
-        assert worth(even, 8, factor * 10 * 2 * third) == worthwhile
-        assert worth(even, 5, factor * 10 * third) == worthwhile
+        assert worth(even, 8, factor * 10 * third.sum()) == worthwhile
+        assert worth(even, 5, factor * 10 * third[0]) == worthwhile
         assert worth(uneven, 4, factor * 10 * instead) == worthwhile
-    assert not worth(even, 4, 0.0)
+        # Where a token takes a second too, only the first row's is worth it.
+        second = third[0] / 1.1
+        assert worth(even, 8, factor * second, 1.0) == worthwhile
+    assert not worth([[0.8, 0.6], [0.8, 0.6 * acceptance]], 2, 0.0)
+
+
+def test_a_round_is_as_long_as_its_drafts_are_sure():
+    bodies = tuple(enumerate(Body(1, tokens) for tokens in (1, 2, 4, 8)))
+    seconds = np.array([1.0, 1.1, 1.3, 1.7])
+    control = initial_control(seconds + 0.05 * np.array([0, 1, 3, 7]), per_step=0.05)
+    np.testing.assert_allclose(seconds_per_token(control, bodies), 0.1, rtol=1e-5)
+    np.testing.assert_allclose(seconds_per_token(control, bodies[2:3]), 0.0)
+    count, per_second = jnp.int32(1), jnp.float32(0.5)
+    rng = np.random.default_rng(0)
+    for _ in range(200):
+        survival = np.cumprod(rng.uniform(0.2, 1.0, (1, 7)), axis=1).astype(np.float32)
+        kept = np.where(np.arange(7) < rng.integers(1, 8), survival, 0.0)
+        found = int(best_verified(control, bodies[1:], 7, jnp.asarray(0.3 * kept, jnp.float32), count, per_second))
+        gains = [0.3 * kept[0, : body.tokens - 1].sum() - 0.5 * seconds[i] for i, body in bodies[1:]]
+        assert found == 1 + int(np.argmax(gains))
 
 
 def test_learning_counts_what_was_judged():
@@ -220,14 +238,14 @@ def test_what_deep_drafts_are_worth_is_learned_by_depth():
     live, none = jnp.ones((8,), bool), jnp.int32(0)
 
     def choice(control):
-        return int(choose_body(control, bodies, 3, live, record, none, jnp.int32(-1)))
+        return int(plan_round(control, bodies, 3, live, record, none, jnp.int32(-1)).body)
 
     assert choice(control) == 2
     for _ in range(50):
         accepted, lengths = jnp.full((8,), 2, jnp.int32), jnp.full((8,), 3, jnp.int32)
         control, record = learn(control, record, jnp.full((8, 3), 0.7), lengths, accepted, live)
     assert choice(control) == 1
-    rounds = float(saved_per_second(control, 2, bodies[2], 3, live, record)) * 1.02
+    rounds = float(plan_round(control, bodies[2:], 3, live, record, none, none).per_second) * float(control.seconds[0])
     np.testing.assert_allclose(rounds, 8 / 3.0, rtol=0.02)
 
 
@@ -250,7 +268,7 @@ def test_the_choice_follows_costs_and_live_rows():
 
     def choice(live, record, now=-1):
         rows = jnp.arange(16) < live
-        return bodies[int(choose_body(control, bodies, 7, rows, record, jnp.int32(0), jnp.int32(now)))]
+        return bodies[int(plan_round(control, bodies, 7, rows, record, jnp.int32(0), jnp.int32(now)).body)]
 
     assert choice(1, record) == Body(1, 8)
     assert choice(16, record * jnp.array([[1.0, 0.01]])) == Body(16, 16)
@@ -266,7 +284,7 @@ def test_a_round_that_serves_only_the_surest_rows_is_not_chosen():
     control, live = initial_control(np.array([1.0, 2.0])), jnp.ones((8,), bool)
     for accepted, chosen in ((98.0, bodies[1]), (2.0, bodies[0])):
         record = jnp.full((8, 2), 100.0).at[:4, 1].set(accepted)
-        assert bodies[int(choose_body(control, bodies, 7, live, record, jnp.int32(0), jnp.int32(-1)))] == chosen
+        assert bodies[int(plan_round(control, bodies, 7, live, record, jnp.int32(0), jnp.int32(-1)).body)] == chosen
 
 
 def test_what_cannot_be_chosen_from_is_refused():
@@ -341,12 +359,12 @@ def test_caught(monkeypatch, bug):
 
 def test_a_few_refusals_do_not_end_drafting():
     """Without drafts nothing is learned: a row gives up after many refused ones, and tries again some time."""
-    bodies = default_bodies(1, 7)
+    bodies = tuple(Body(1, tokens) for tokens in (1, 2, 4, 8))
     control = initial_control(np.array([0.0218, 0.0313, 0.0353, 0.0438]))
 
     def drafts(record):
         live, now = jnp.ones((1,), bool), jnp.int32(-1)
-        return bodies[int(choose_body(control, bodies, 7, live, record, jnp.int32(0), now))].tokens > 1
+        return bodies[int(plan_round(control, bodies, 7, live, record, jnp.int32(0), now).body)].tokens > 1
 
     assert drafts(jnp.zeros((1, 2)))
     assert drafts(jnp.array([[2.0, 0.0]]))

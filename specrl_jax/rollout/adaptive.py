@@ -1,18 +1,20 @@
 """A round whose drafts are dealt out while it runs.
 
-The body (`rollout/control.py`) says how many tokens the policy reads. The drafter proposes chains, one
-token of every row at a time, until another is not worth its time; the tokens go to the drafts that save
-most, and the policy reads them packed, rows of different lengths side by side.
+The plan (`rollout/control.py`) says whether to draft. The drafter proposes chains, one
+token of every row at a time, until another is not worth its time; a body is chosen that the drafts are worth, its
+tokens go to those that save most, and the policy reads them packed, rows of different lengths side by side.
 
 Without drafts the drafter does nothing: features of tokens that it has not read wait in a ring per row and
 are read when drafting resumes; of a row that has fallen behind further, the drafter starts anew at the ring's first.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from flax import struct
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
@@ -23,12 +25,15 @@ from specrl_jax.models.tree import Tree
 from specrl_jax.rollout.control import (
     Body,
     Control,
+    Plan,
     allocate,
     expected_acceptance,
     fade,
     learn,
+    seconds_per_token,
     share,
     worth_another_step,
+    worth_of_tokens,
 )
 from specrl_jax.rollout.draws import KeyedDraws
 from specrl_jax.rollout.noise import round_keys
@@ -42,9 +47,18 @@ from specrl_jax.rollout.verification import Proposed
 _CHUNK = 8  # unread pairs are read so many at a time
 
 
+@struct.dataclass
+class Drafted:
+    """Drafts of a round. token, confidence: as the drafter gave them. worth: what each would save, 0 where none is."""
+
+    token: Int[Array, "r k"]
+    confidence: Float[Array, "r k"]
+    worth: Float[Array, "r k"]
+
+
 @dataclass(frozen=True)
 class Dealt:
-    """Drafts of a round. token, confidence: `[r, k]`. lengths: how many of a row are verified, `[r]`."""
+    """Drafts that a body has room for. lengths: how many of a row are verified."""
 
     token: Int[Array, "r k"]
     confidence: Float[Array, "r k"]
@@ -81,24 +95,35 @@ class AdaptiveRound(Round):
         drafter, _ = lax.while_loop(lambda state: jnp.any(state[1] > 0), chunk, (drafter, left))
         return replace(rows, drafter=drafter, unread=replace(unread, count=jnp.zeros_like(unread.count)))
 
-    def deal(
+    def depth(self, bodies: Sequence[tuple[int, Body]]) -> int:
+        """Drafts of a row at most, in any of these bodies."""
+        return max(body.depth(self.config.draft_length) for _, body in bodies)
+
+    def no_drafts(self, rows: int, bodies: Sequence[tuple[int, Body]]) -> Drafted:
+        """Room for the drafts of a round."""
+        none = jnp.zeros((rows, self.depth(bodies)), jnp.float32)
+        return Drafted(none.astype(jnp.int32), none, none)
+
+    def draft(
         self,
         params: PolicyParams,
         draft_params: Any,
         rows: Rows,
         trajectory: Trajectory,
         control: Control,
-        body: Body,
+        bodies: Sequence[tuple[int, Body]],
         live: Bool[Array, "r"],
-        per_second: Float[Array, ""],
-    ) -> Dealt:
-        """Draft until it is no longer worth it, and choose which drafts are verified."""
-        drafter, embed, depth = self.chain_drafter, params.embed, body.depth(self.config.draft_length)
-        choose, rows_count = self._chooser(rows), live.shape[0]
-        budget = body.tokens - jnp.sum(live, dtype=jnp.int32)
+        plan: Plan,
+    ) -> tuple[Rows, Drafted]:
+        """Draft until it is no longer worth it; `bodies` are those with drafts for so many rows, numbered."""
+        rows = self.catch_up(params, draft_params, rows)
+        drafter, embed, depth = self.chain_drafter, params.embed, self.depth(bodies)
+        choose, begun = self._chooser(rows), self.no_drafts(live.shape[0], bodies)
+        budget = max(body.tokens for _, body in bodies) - jnp.sum(live, dtype=jnp.int32)
         room = jnp.where(live, rows.limit - 1 - rows.emitted, 0)
-        before = jnp.zeros((rows_count, depth), jnp.int32)
-        none = jnp.zeros((rows_count, depth), jnp.float32)
+        steps = jnp.max(jnp.array([jnp.where(plan.body == index, body.steps, 0) for index, body in bodies]))
+        assert rows.record is not None
+        worth, per_token = worth_of_tokens(control, depth, steps, live, rows.record), seconds_per_token(control, bodies)
         carry, choice = drafter.begin(draft_params, embed, rows.drafter, self.texts(rows, trajectory), depth, choose)
 
         def drafted(step: Int[Array, ""], choice: Choice, tokens: Array, confidence: Array, survival: Array) -> Any:
@@ -114,7 +139,8 @@ class AdaptiveRound(Round):
 
         def more(state: Any) -> Bool[Array, ""]:
             step, _, _, _, survival = state
-            return (step < depth) & worth_another_step(control, survival, step, budget, per_second)
+            more_pays = worth_another_step(control, survival, worth, step, budget, plan.per_second, per_token)
+            return (step < depth) & more_pays
 
         def another(state: Any) -> Any:
             step, carry, tokens, confidence, survival = state
@@ -122,10 +148,16 @@ class AdaptiveRound(Round):
             carry, choice = drafter.advance(draft_params, embed, rows.drafter, carry, newest, step - 1, choose)
             return step + 1, carry, *drafted(step, choice, tokens, confidence, survival)
 
-        first = drafted(jnp.int32(0), choice, before, none, none)
+        first = drafted(jnp.int32(0), choice, begun.token, begun.confidence, begun.worth)
         _, _, tokens, confidence, survival = lax.while_loop(more, another, (jnp.int32(1), carry, *first))
-        lengths = (allocate if self.config.per_row else share)(survival, budget)
-        return Dealt(tokens, confidence, lengths)
+        return rows, Drafted(tokens, confidence, worth[:, None] * survival)
+
+    def deal(self, body: Body, drafted: Drafted, live: Bool[Array, "r"]) -> Dealt:
+        """The drafts that a body verifies."""
+        depth = body.depth(self.config.draft_length)
+        budget = body.tokens - jnp.sum(live, dtype=jnp.int32)
+        lengths = (allocate if self.config.per_row else share)(drafted.worth[:, :depth], budget)
+        return Dealt(drafted.token[:, :depth], drafted.confidence[:, :depth], lengths)
 
     def _packed(self, rows: Rows, body: Body, dealt: Dealt, live: Bool[Array, "r"]) -> tuple[TokenBatch, Any]:
         """The tokens of a round side by side, with row and query of each; and where each `[row, query]` lies."""
@@ -197,28 +229,23 @@ class AdaptiveRound(Round):
         )
         return replace(rows, unread=unread, record=fade(rows.record))
 
-    def adaptive_round(
+    def verify(
         self,
         params: PolicyParams,
         draft_params: Any,
-        rows: Rows,
-        pool: Pool,
-        trajectory: Trajectory,
-        control: Control,
         body: Body,
+        drafted: Drafted,
         live: Bool[Array, "r"],
-        per_second: Float[Array, ""],
+        state: tuple[Rows, Pool, Trajectory, Control],
     ) -> tuple[Rows, Pool, Trajectory, Control]:
-        """One round of a body; `per_second`: see `control.saved_per_second`."""
-        depth = body.depth(self.config.draft_length)
-        if depth == 0:
+        """Let the policy read the tokens of a body, emit what it decides and learn from it."""
+        rows, pool, trajectory, control = state
+        if body.tokens == body.rows:
             judged = self.judge_alone(params, rows, pool, live)
-            after, cache, trajectory = self.conclude(
-                params, draft_params, rows, trajectory, judged, jnp.zeros_like(rows.emitted)
-            )
+            none = jnp.zeros_like(rows.emitted)
+            after, cache, trajectory = self.conclude(params, draft_params, rows, trajectory, judged, none)
             return self.wait(after, judged, rows), pool.with_cache(cache), trajectory, control
-        rows = self.catch_up(params, draft_params, rows)
-        dealt = self.deal(params, draft_params, rows, trajectory, control, body, live, per_second)
+        dealt = self.deal(body, drafted, live)
         judged = self.judge_dealt(params, rows, pool, body, dealt, live)
         after, cache, trajectory = self.conclude(params, draft_params, rows, trajectory, judged, dealt.lengths)
         emitted = after.length - rows.length

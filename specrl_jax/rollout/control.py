@@ -9,12 +9,15 @@ What is made small is the mean over rows of seconds per token: a row that expect
 rounds for each. Tokens per second of all rows together would send the drafts to the surest rows, and a batch ends
 with its slowest.
 
-1. Before a round, every body is valued by the tokens expected of each row, with the rows' records.
+1. Before a round, every body is valued by the tokens expected of each row, with the rows' records (`plan_round`):
+   that says how many rows are decoded together, whether they draft, and what a second is worth.
 2. While drafting, a row's survival is the product of what drafts of that confidence have been
-   accepted; drafting stops when the next draft is not worth its time.
-3. The tokens of the body go to the drafts that save most, whatever row they are of.
+   accepted; drafting stops when the next drafts are not worth the time to make and verify them.
+3. Of the bodies of so many rows the one is run whose best drafts are worth most beyond its time: sure drafts make a
+   long round, doubtful ones a short round. Its tokens go to the drafts that save most, whatever row they are of.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import jax
@@ -49,6 +52,11 @@ class Body:
     rows: int
     tokens: int
 
+    @property
+    def steps(self) -> int:
+        """Draft steps that an even share of its tokens takes."""
+        return -(-(self.tokens - self.rows) // self.rows)
+
     def depth(self, longest: int) -> int:
         """Drafts of a row at most: twice its even share, so that rows can differ."""
         spare = self.tokens - self.rows
@@ -56,11 +64,12 @@ class Body:
 
 
 def default_bodies(rows: int, longest: int) -> tuple[Body, ...]:
-    """At most 12: of three sizes (all rows, about a quarter, and fewer), each with 0, 1, 3, 7 drafts a row."""
+    """At most 12: of three sizes (all rows, about a quarter, and fewer), each with 0, 1, 3, 7 drafts a row; of fewer
+    sizes with 2 and 5 too."""
     sizes = [rows]
     while sizes[-1] > 1 and len(sizes) < 3:
         sizes.append(max(1, -(-sizes[-1] // 4)) if len(sizes) < 2 or sizes[-1] > 8 else 1)
-    shares = sorted({min(share, longest) for share in (0, 1, 3, 7)})
+    shares = sorted({min(share, longest) for share in ((0, 1, 3, 7) if len(sizes) > 2 else (0, 1, 2, 3, 5, 7))})
     return tuple(Body(size, size * (1 + share)) for size in sizes for share in shares)
 
 
@@ -80,6 +89,18 @@ class Control:
     drafted: Float[Array, "bins"]
     accepted: Float[Array, "bins"]
     by_depth: Float[Array, "2 depths"]
+
+
+@struct.dataclass
+class Plan:
+    """What the next round should be, by the rows' records.
+
+    body: its number, or -1 where nothing has been planned. A round that drafts may verify another of as many rows.
+    per_second: rounds per token, summed over rows, that a second must save.
+    """
+
+    body: Int[Array, ""]
+    per_second: Float[Array, ""]
 
 
 def initial_control(seconds: np.ndarray, per_slot: float = 0.0, per_step: float = 0.0) -> Control:
@@ -147,34 +168,28 @@ def _saved(survival: Float[Array, "r k"]) -> Float[Array, "r k"]:
     return survival / (before * (before + survival))
 
 
-def _saved_by_drafts(
+def _survival_by_record(
     control: Control, depth: int, live: Bool[Array, "r"], record: Float[Array, "r 2"]
-) -> Float[Array, "d"]:
-    """Rounds per token, summed over rows, that the best 1, 2, ... drafts save, `depth` of a row, as records advise."""
+) -> Float[Array, "r d"]:
+    """How often as many drafts of each row are all accepted, as records advise."""
     rows = jnp.where(live, row_acceptance(control, record), 0.0)
     factor = depth_factor(control, jnp.arange(depth, dtype=jnp.int32))
-    acceptance = jnp.minimum(rows[:, None] * factor[None], _MOST)
-    return jnp.cumsum(-jnp.sort(-_saved(jnp.cumprod(acceptance, axis=1)).reshape(-1)))
+    return jnp.cumprod(jnp.minimum(rows[:, None] * factor[None], _MOST), axis=1)
 
 
-def _rounds_per_token(body: Body, saved: Float[Array, "d"], live: Bool[Array, "r"]) -> Float[Array, ""]:
-    """Rounds of a body that live rows need for a token, summed over them; `saved` is of its depth."""
-    count = jnp.sum(live, dtype=jnp.int32)
-    drafts = jnp.clip(body.tokens - count, 0, saved.shape[0])
-    gained = saved.at[drafts - 1].get(mode="clip") if saved.shape[0] else jnp.float32(0.0)
-    return count.astype(jnp.float32) - jnp.where(drafts > 0, gained, 0.0)
+def _best(worth: Float[Array, "r k"]) -> Float[Array, "n"]:
+    """What the best 1, 2, ... drafts are worth together."""
+    return jnp.cumsum(-jnp.sort(-worth.reshape(-1)))
 
 
-def saved_per_second(
-    control: Control, index: int, body: Body, longest: int, live: Bool[Array, "r"], record: Float[Array, "r 2"]
-) -> Float[Array, ""]:
-    """Rounds per token, summed over rows, that a round of body number `index` must save for a second that it lasts
-    longer; without what the context costs."""
-    saved = _saved_by_drafts(control, body.depth(longest), live, record)
-    return _rounds_per_token(body, saved, live) / control.seconds[index]
+def _of_best(best: Float[Array, "n"], drafts: Int[Array, ""]) -> Float[Array, ""]:
+    """Entry of `_best` for so many drafts; no drafts are worth nothing."""
+    if not best.shape[0]:
+        return jnp.float32(0.0)
+    return jnp.where(drafts > 0, best.at[drafts - 1].get(mode="clip"), 0.0)
 
 
-def choose_body(
+def plan_round(
     control: Control,
     bodies: tuple[Body, ...],
     longest: int,
@@ -183,7 +198,7 @@ def choose_body(
     slots: Int[Array, ""],
     now: Int[Array, ""],
     able: Bool[Array, "r"] | None = None,
-) -> Int[Array, ""]:
+) -> Plan:
     """The body of the fewest expected seconds per token; the current one unless another is clearly better.
 
     Args:
@@ -192,52 +207,103 @@ def choose_body(
         slots: tokens in their caches. now: the current body, or -1.
         able: rows that have drafts, where that is known.
     """
-    drafting = live if able is None else live & able
+    drafting, count = (live if able is None else live & able), jnp.sum(live, dtype=jnp.int32)
     # Bodies of one depth share a sort.
     saved = {
-        d: _saved_by_drafts(control, d, drafting, record) for d in sorted({body.depth(longest) for body in bodies})
+        d: _best(_saved(_survival_by_record(control, d, drafting, record)))
+        for d in sorted({body.depth(longest) for body in bodies})
     }
-    rounds = jnp.stack([_rounds_per_token(body, saved[body.depth(longest)], live) for body in bodies])
-    fits = jnp.array([body.rows for body in bodies], jnp.int32) >= jnp.sum(live)
+    rounds = jnp.stack(
+        [count.astype(jnp.float32) - _of_best(saved[b.depth(longest)], b.tokens - count) for b in bodies]
+    )
+    fits = jnp.array([body.rows for body in bodies], jnp.int32) >= count
     seconds = control.seconds + control.per_slot * slots.astype(jnp.float32)
     wait = jnp.where(fits, rounds * seconds, jnp.inf)
     best = jnp.argmin(wait).astype(jnp.int32)
     stay = (now >= 0) & (wait[now] <= wait[best] * (1.0 + _SWITCH)) & fits[now]
-    return jnp.where(stay, now, best)
+    body = jnp.where(stay, now, best)
+    return Plan(body, rounds[body] / seconds[body])
+
+
+def worth_of_tokens(
+    control: Control, depth: int, steps: Int[Array, ""], live: Bool[Array, "r"], record: Float[Array, "r 2"]
+) -> Float[Array, "r"]:
+    """Rounds per token that each row saves with another token a round: `1 / x ** 2`, how fast `1 / x` falls where its
+    record promises `x` tokens with `steps` drafts, of at most `depth`."""
+    survival = _survival_by_record(control, depth, live, record)
+    tokens = 1.0 + jnp.sum(jnp.where(jnp.arange(depth, dtype=jnp.int32) < steps, survival, 0.0), axis=1)
+    return jnp.where(live, 1.0 / tokens**2, 0.0)
+
+
+def seconds_per_token(control: Control, bodies: Sequence[tuple[int, Body]]) -> Float[Array, ""]:
+    """What it costs to verify another token, from the smallest to the largest of numbered bodies of as many rows."""
+    (first, small), (last, large) = (choose(bodies, key=lambda b: b[1].tokens) for choose in (min, max))
+    if small.tokens == large.tokens:
+        return jnp.float32(0.0)
+    seconds = control.seconds[last] - control.seconds[first] - control.per_step * (large.steps - small.steps)
+    return jnp.maximum(seconds, 0.0) / (large.tokens - small.tokens)
 
 
 def worth_another_step(
     control: Control,
     survival: Float[Array, "r k"],
+    worth: Float[Array, "r"],
     step: Int[Array, ""],
     budget: Int[Array, ""],
     per_second: Float[Array, ""],
+    per_token: Float[Array, ""],
 ) -> Bool[Array, ""]:
     """Whether one more draft of every row, after `step` of them, is worth its time.
 
-    The next drafts survive a little less than the last. No more than `budget` are verified, so that what they save is
-    what they add to the best of `survival` (0 for drafts not made). per_second: what they must save for every second.
+    The next drafts survive a little less than the last. Of all drafts no more than `budget` are verified, the best, and
+    only those that are worth it, so that the next ones are worth what they add to these.
+
+    Args:
+        survival: of drafts, 0 for those not made. worth: of a token of each row (`worth_of_tokens`).
+        per_second: what a second must save (`Plan`). per_token: seconds of verifying a token.
     """
     acceptance = overall_acceptance(control) * depth_factor(control, step)
     after = jnp.minimum(acceptance, _MOST) * survival[:, step - 1]
-    saved = _saved(jnp.concatenate([survival, after[:, None]], axis=1))
+    saved = worth[:, None] * jnp.concatenate([survival, after[:, None]], axis=1) - per_second * per_token
+    saved = jnp.maximum(saved, 0.0)
     drafted, further = saved[:, :-1].reshape(-1), saved[:, -1]
     kept = jnp.sort(-jnp.concatenate([drafted, further]))[: drafted.shape[0]] - jnp.sort(-drafted)
     gain = -jnp.sum(jnp.where(jnp.arange(kept.shape[0], dtype=jnp.int32) < budget, kept, 0.0))
     return gain > per_second * control.per_step
 
 
-def allocate(survival: Float[Array, "r k"], budget: Int[Array, ""]) -> Int[Array, "r"]:
-    """Drafts of each row, `budget` in all: those that save most. Survival falls along a row; 0 is no draft."""
-    flat = _saved(survival).reshape(-1)
+def best_verified(
+    control: Control,
+    bodies: Sequence[tuple[int, Body]],
+    longest: int,
+    worth: Float[Array, "r k"],
+    count: Int[Array, ""],
+    per_second: Float[Array, ""],
+) -> Int[Array, ""]:
+    """Number of the body, of numbered ones of as many rows, whose best drafts save most beyond what its time must.
+
+    `worth` is what each draft saves; `count` rows are live. The steps that made the drafts are over and count no more.
+    """
+    best = {d: _best(worth[:, :d]) for d in sorted({body.depth(longest) for _, body in bodies})}
+    gains = [
+        _of_best(best[body.depth(longest)], body.tokens - count)
+        - per_second * (control.seconds[index] - control.per_step * body.steps)
+        for index, body in bodies
+    ]
+    return jnp.array([index for index, _ in bodies], jnp.int32)[jnp.argmax(jnp.stack(gains))]
+
+
+def allocate(worth: Float[Array, "r k"], budget: Int[Array, ""]) -> Int[Array, "r"]:
+    """Drafts of each row, `budget` in all: those worth most. Worth falls along a row; 0 is no draft."""
+    flat = worth.reshape(-1)
     rank = jnp.argsort(jnp.argsort(-flat, stable=True), stable=True)
     taken = (rank < budget) & (flat > 0.0)
-    return jnp.sum(taken.reshape(survival.shape), axis=1, dtype=jnp.int32)
+    return jnp.sum(taken.reshape(worth.shape), axis=1, dtype=jnp.int32)
 
 
-def share(survival: Float[Array, "r k"], budget: Int[Array, ""]) -> Int[Array, "r"]:
-    """Drafts of each row, as many for all of them as `budget` gives; none of survival 0. What `allocate` is against."""
-    made = jnp.sum(survival > 0.0, axis=1, dtype=jnp.int32)
+def share(worth: Float[Array, "r k"], budget: Int[Array, ""]) -> Int[Array, "r"]:
+    """Drafts of each row, as many for all of them as `budget` gives; none worth 0. What `allocate` is against."""
+    made = jnp.sum(worth > 0.0, axis=1, dtype=jnp.int32)
     return jnp.minimum(made, budget // jnp.maximum(jnp.sum(made > 0, dtype=jnp.int32), 1))
 
 

@@ -14,6 +14,7 @@ sits in can change what comes out.
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -24,12 +25,20 @@ from jaxtyping import Array, Bool, Int, UInt32
 from specrl_jax.data.prompts import Prompts
 from specrl_jax.drafters.protocol import can_draft
 from specrl_jax.models.params import PolicyParams
-from specrl_jax.rollout.control import Body, Control, choose_body, saved_per_second
+from specrl_jax.rollout.adaptive import Drafted
+from specrl_jax.rollout.control import Control, best_verified, plan_round
 from specrl_jax.rollout.pool import Pool, grow, leave, occupancy
 from specrl_jax.rollout.queue import Batch, SequenceQueue
 from specrl_jax.rollout.round import Judged
 from specrl_jax.rollout.rows import Rows
 from specrl_jax.rollout.trajectory import Trajectory
+
+
+def once(condition: Bool[Array, ""], do: Callable[[Any], Any], state: Any) -> Any:
+    """`do(state)` under a condition: a loop of at most one trip keeps the cache in place; of `lax.cond` XLA copies
+    it."""
+    _, state = lax.while_loop(lambda s: s[0], lambda s: (jnp.bool_(False), do(s[1])), (condition, state))
+    return state
 
 
 @dataclass(frozen=True)
@@ -47,22 +56,36 @@ class RolloutEngine(SequenceQueue):
         after, cache, trajectory = self.conclude(params, draft_params, rows, batch.trajectory, judged, drafts)
         return self._closed(batch, rows, after, pool.with_cache(cache), trajectory), judged
 
-    def chosen_round(self, params: PolicyParams, draft_params: Any, batch: Batch, index: int, body: Body) -> Batch:
-        """One round of a body that the controller chose, and its next choice."""
-        control = batch.control
-        rows, pool, live, batch = self._grown(batch, body.depth(self.config.draft_length) + 1)
-        assert control is not None
-        assert rows.record is not None
-        per_second = saved_per_second(control, index, body, self.config.draft_length, live, rows.record)
-        after, pool, trajectory, control = self.adaptive_round(
-            params, draft_params, rows, pool, batch.trajectory, control, body, live, per_second
-        )
-        used = trajectory.stats.bodies.at[index].add(1)
-        trajectory = replace(trajectory, stats=replace(trajectory.stats, bodies=used))
-        batch = replace(self._closed(batch, rows, after, pool, trajectory), control=control)
-        return self._choose(draft_params, batch)
+    def planned_round(self, params: PolicyParams, draft_params: Any, batch: Batch, size: int) -> Batch:
+        """One round of `size` rows as the controller plans it, and its next plan."""
+        assert batch.control is not None
+        assert batch.plan is not None
+        control, plan, longest = batch.control, batch.plan, self.config.draft_length
+        bodies = [(i, b) for i, b in enumerate(self.config.bodies_for(self._all_rows(batch))) if b.rows == size]
+        drafting = [(index, body) for index, body in bodies if body.depth(longest)]
+        drafts = jnp.any(plan.body == jnp.array([index for index, _ in drafting], jnp.int32))
+        slots = jnp.where(drafts, 1 + self.depth(bodies), 1)
+        before, pool, live, batch = self._grown(batch, slots)
+        rows, drafted, chosen = before, self.no_drafts(size, bodies), plan.body
+        if drafting:
 
-    def _grown(self, batch: Batch, slots: int) -> tuple[Rows, Pool, Bool[Array, "r"], Batch]:
+            def draft(state: tuple[Rows, Drafted]) -> tuple[Rows, Drafted]:
+                return self.draft(params, draft_params, state[0], batch.trajectory, control, drafting, live, plan)
+
+            rows, drafted = once(drafts, draft, (rows, drafted))
+            count = jnp.sum(live, dtype=jnp.int32)
+            best = best_verified(control, drafting, longest, drafted.worth, count, plan.per_second)
+            chosen = jnp.where(drafts, best, chosen)
+        state = rows, pool, batch.trajectory, control
+        for index, body in bodies:
+            verify = partial(self.verify, params, draft_params, body, drafted, live)
+            state = once(chosen == index, verify, state)
+        rows, pool, trajectory, control = state
+        used = trajectory.stats.bodies.at[chosen].add(1)
+        trajectory = replace(trajectory, stats=replace(trajectory.stats, bodies=used))
+        return self._plan(draft_params, replace(self._closed(batch, before, rows, pool, trajectory), control=control))
+
+    def _grown(self, batch: Batch, slots: int | Int[Array, ""]) -> tuple[Rows, Pool, Bool[Array, "r"], Batch]:
         """Rows with pages for a round, the pool, and which of them take part."""
         rows, pool, stalled = grow(batch.rows, batch.pool, slots)
         stats = batch.trajectory.stats
@@ -81,9 +104,9 @@ class RolloutEngine(SequenceQueue):
         rows, pool = leave(rows, pool, rows.done & ~before.done)
         return replace(batch, rows=rows, pool=pool, trajectory=replace(trajectory, stats=stats))
 
-    def _choose(self, draft_params: Any, batch: Batch) -> Batch:
-        """The controller's choice of the next body."""
-        if batch.control is None or batch.body is None:
+    def _plan(self, draft_params: Any, batch: Batch) -> Batch:
+        """The controller's plan of the next round."""
+        if batch.control is None or batch.plan is None:
             return batch
         rows = batch.rows
         assert rows.record is not None
@@ -91,8 +114,8 @@ class RolloutEngine(SequenceQueue):
         bodies = self.config.bodies_for(self._all_rows(batch))
         longest = self.config.draft_length
         able = can_draft(self.drafter, draft_params, self.texts(rows, batch.trajectory))
-        body = choose_body(batch.control, bodies, longest, ~rows.done, rows.record, slots, batch.body, able)
-        return replace(batch, body=body)
+        plan = plan_round(batch.control, bodies, longest, ~rows.done, rows.record, slots, batch.plan.body, able)
+        return replace(batch, plan=plan)
 
     def _all_rows(self, batch: Batch) -> int:
         """Rows of the largest rung."""
@@ -133,22 +156,24 @@ class RolloutEngine(SequenceQueue):
             return jnp.sum(~batch.rows.done, dtype=jnp.int32)
 
         def turn(batch: Batch) -> Batch:
-            batch = self._choose(draft_params, self.refill(params, draft_params, keys, batch))
+            batch = self._plan(draft_params, self.refill(params, draft_params, keys, batch))
             for size, next_size in zip(rungs, (*rungs[1:], 0), strict=True) if not bodies else ():
 
                 def fits(batch: Batch, size: int = size, next_size: int = next_size) -> Bool[Array, ""]:
                     return (live(batch) > next_size) & (live(batch) <= size)
 
                 batch = self._on_rung(batch, size, fits, lambda b: self.round(params, draft_params, b)[0])
-            for index, body in enumerate(bodies):
+            for size in sorted({body.rows for body in bodies}, reverse=True):
+                of_size = jnp.array([index for index, body in enumerate(bodies) if body.rows == size], jnp.int32)
 
-                def chosen(batch: Batch, index: int = index) -> Bool[Array, ""]:
-                    return (live(batch) > 0) & (batch.body == index)
+                def planned(batch: Batch, of_size: Int[Array, "n"] = of_size) -> Bool[Array, ""]:
+                    assert batch.plan is not None
+                    return (live(batch) > 0) & jnp.any(batch.plan.body == of_size)
 
-                def step(batch: Batch, index: int = index, body: Body = body) -> Batch:
-                    return self.chosen_round(params, draft_params, batch, index, body)
+                def step(batch: Batch, size: int = size) -> Batch:
+                    return self.planned_round(params, draft_params, batch, size)
 
-                batch = self._on_rung(batch, body.rows, chosen, step)
+                batch = self._on_rung(batch, size, planned, step)
             return batch
 
         return lax.while_loop(lambda b: (live(b) > 0) | (b.started < keys.shape[0]), turn, batch)

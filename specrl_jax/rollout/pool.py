@@ -65,7 +65,7 @@ def kept_back(rows: Rows) -> Int[Array, ""]:
     return rows.table.shape[1] - jnp.where(rows.done[oldest], 0, rows.used[oldest])
 
 
-def grow(rows: Rows, pool: Pool, slots: int) -> tuple[Rows, Pool, Bool[Array, "r"]]:
+def grow(rows: Rows, pool: Pool, slots: int | Int[Array, ""]) -> tuple[Rows, Pool, Bool[Array, "r"]]:
     """Give the rows pages for `slots` more tokens each, the oldest first.
 
     Returns:

@@ -21,7 +21,7 @@ from specrl_jax.models.cache import NO_PAGE, pages_for
 from specrl_jax.models.params import PolicyParams
 from specrl_jax.models.policy import policy_pool
 from specrl_jax.rollout.adaptive import AdaptiveRound
-from specrl_jax.rollout.control import Control, forget
+from specrl_jax.rollout.control import Control, Plan, forget
 from specrl_jax.rollout.pool import Pool, grant, hold, kept_back
 from specrl_jax.rollout.prefill import read_prompts
 from specrl_jax.rollout.rows import Rows, Unread
@@ -53,7 +53,7 @@ class Batch:
     rows: those of the rung. pool: the cache. waiting: see there.
     started: sequences that have taken a row so far; they do so in order.
     trajectory: what has been emitted. limits: most response tokens of each sequence, `[b]`.
-    control: what chooses the drafts of a round, and body: its choice; None where the draft length is fixed.
+    control: what chooses the drafts of a round, and plan: of the next one; None where the draft length is fixed.
     """
 
     rows: Rows
@@ -63,7 +63,7 @@ class Batch:
     trajectory: Trajectory
     limits: Int[Array, "b"]
     control: Control | None = None
-    body: Int[Array, ""] | None = None
+    plan: Plan | None = None
 
 
 @dataclass(frozen=True)
@@ -183,7 +183,8 @@ class SequenceQueue(AdaptiveRound):
         most = jnp.full((trajectory.lengths.shape[0],), self.config.max_new_tokens, jnp.int32)
         limits = most if limits is None else jnp.clip(limits, 1, most)
         control = None if control is None else forget(control)
-        return Batch(rows, pool, waiting, zero, trajectory, limits, control, jnp.int32(-1) if bodies else None)
+        plan = Plan(jnp.int32(-1), jnp.float32(0.0)) if bodies else None
+        return Batch(rows, pool, waiting, zero, trajectory, limits, control, plan)
 
     def _empty_trajectory(self, prompts: Prompts, bodies: int) -> Trajectory:
         count = prompts.tokens.shape[0] * self.config.samples_per_prompt

@@ -24,7 +24,7 @@ from specrl_jax.errors import InputError
 from specrl_jax.models.cache import own_pages
 from specrl_jax.models.params import PolicyParams
 from specrl_jax.parallel.hosts import is_first, of_first
-from specrl_jax.rollout.control import Body, Control, initial_control
+from specrl_jax.rollout.control import Body, Control, Plan, initial_control
 from specrl_jax.rollout.engine import RolloutEngine
 from specrl_jax.rollout.noise import sequence_keys
 from specrl_jax.rollout.pool import Pool
@@ -119,10 +119,7 @@ def measure_costs(
     bodies = engine.config.bodies_for(rows)
     context = max(1, min(context, engine.policy.max_position_embeddings - engine.config.max_new_tokens - 1))
     single = replace(engine, config=replace(engine.config, samples_per_prompt=1, cache_bytes=None, rows=None))
-    flat = initial_control(np.ones(len(bodies)))
-    # With drafts that all survive, every row drafts as far as its even share: what is usual, not the deepest.
-    flat = replace(flat, accepted=flat.drafted)
-    calls = [_body_call(single, flat, index, body, bodies, context, rounds) for index, body in enumerate(bodies)]
+    calls = [_body_call(single, body, context, rounds) for body in bodies]
     for call in calls:
         call(params, draft)
     typical = np.median(_turns([partial(call, params, draft) for call in calls]), axis=0)
@@ -143,15 +140,14 @@ def _turns(calls: Sequence[Callable[[], float]]) -> Float[np.ndarray, "n calls"]
     return np.array([first, *([call() for call in calls] for _ in range(turns - 1))])
 
 
-def _body_call(
-    engine: RolloutEngine, control: Control, index: int, body: Body, bodies: tuple[Body, ...], context: int, rounds: int
-) -> Timed:
+def _body_call(engine: RolloutEngine, body: Body, context: int, rounds: int) -> Timed:
     """Rounds of one body, all its rows live."""
-    # The batch has the rows of this body alone; the table's other entries are never looked at.
-    others = tuple(Body(min(b.rows, body.rows), max(min(b.rows, body.rows), b.tokens)) for b in bodies)
-    own = replace(engine, config=replace(engine.config, bodies=(*others[:index], body, *others[index + 1 :])))
-    batch = standing_batch(own, body.rows, context, control)
-    return timed_rounds(lambda p, d, b: own.chosen_round(p, d, b, index, body), batch, rounds)
+    own = replace(engine, config=replace(engine.config, bodies=(body,)))
+    # With drafts that all survive, every row drafts as far as its even share: what is usual, not the deepest.
+    flat = initial_control(np.ones(1))
+    batch = standing_batch(own, body.rows, context, replace(flat, accepted=flat.drafted))
+    batch = replace(batch, plan=Plan(jnp.int32(0), jnp.float32(0.0)))
+    return timed_rounds(lambda p, d, b: own.planned_round(p, d, b, body.rows), batch, rounds)
 
 
 def costs_at(

@@ -165,7 +165,7 @@ def test_dealing_takes_the_prefixes_that_save_most():
 
 
 def test_a_token_is_worth_more_to_a_row_that_gets_few():
-    """Another token a round shortens a response by `1 / x - 1 / (x + 1)` rounds per token, to first order `1 / x**2`."""
+    """Another token a round saves a row `1 / x - 1 / (x + 1)` rounds per token, to first order `1 / x**2`."""
     control, record = initial_control(np.ones(2)), jnp.array([[1e6, 0.8e6], [1e6, 0.1e6], [1e6, 0.8e6]])
     live = jnp.array([True, True, False])
     for steps in (0, 1, 3):
@@ -176,11 +176,11 @@ def test_a_token_is_worth_more_to_a_row_that_gets_few():
 
 def test_a_draft_is_worth_what_it_adds_to_those_that_are_verified():
     """Two rows, two drafts each so far; every further draft is taken to survive 0.9 of the last."""
-    control = initial_control(np.ones(1), per_step=0.1)
+    control = initial_control(np.ones(1))
     none, token = jnp.zeros((2, 4), jnp.float32), jnp.array([0.5, 0.25])
 
-    def worth(survival, budget, per_second, per_token=0.0):
-        drafted, prices = none.at[:, :2].set(jnp.array(survival, jnp.float32)), map(jnp.float32, (per_second, per_token))
+    def worth(survival, budget, *prices):
+        drafted, prices = none.at[:, :2].set(jnp.array(survival, jnp.float32)), map(jnp.float32, prices)
         return bool(worth_another_step(control, drafted, token, jnp.int32(2), jnp.int32(budget), *prices))
 
     acceptance = float(overall_acceptance(control))  # at every depth, since nothing was learned
@@ -189,13 +189,12 @@ def test_a_draft_is_worth_what_it_adds_to_those_that_are_verified():
     # Of four drafts the first row's third takes the place of the other's second.
     instead = 0.5 * 0.9 * acceptance - 0.25 * 0.05
     for factor, worthwhile in ((0.99, True), (1.01, False)):
-        assert worth(even, 8, factor * 10 * third.sum()) == worthwhile
-        assert worth(even, 5, factor * 10 * third[0]) == worthwhile
-        assert worth(uneven, 4, factor * 10 * instead) == worthwhile
-        # Where a token takes a second too, only the first row's is worth it.
-        second = third[0] / 1.1
-        assert worth(even, 8, factor * second, 1.0) == worthwhile
-    assert not worth([[0.8, 0.6], [0.8, 0.6 * acceptance]], 2, 0.0)
+        assert worth(even, 8, factor * third.sum(), 0.0) == worthwhile
+        assert worth(even, 5, factor * third[0], 0.0) == worthwhile
+        assert worth(uneven, 4, factor * instead, 0.0) == worthwhile
+        # Where a token has its price too, only the first row's is worth it.
+        assert worth(even, 8, factor * 0.1 * third[0], 0.9 * third[0]) == worthwhile
+    assert not worth([[0.8, 0.6], [0.8, 0.6 * acceptance]], 2, 0.0, 0.0)
 
 
 def test_a_round_is_as_long_as_its_drafts_are_sure():

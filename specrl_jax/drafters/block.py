@@ -216,11 +216,6 @@ class BlockDrafter:
         choice = choose_next(choose, corrected(self.config, params.weights, logits, before), params.target_ids, step)
         return self._sure(params, choice, hidden, before)
 
-    def step_bytes(self, params: BlockParams) -> int:
-        """Those of the correction: the block itself is filled in once in a round."""
-        out = params.weights.markov_out
-        return 0 if out is None else out.nbytes
-
     def skip(self, state: BlockState, counts: Int[Array, "r"]) -> BlockState:
         """Go on after a gap, whose slots are not read."""
         length = state.length + counts

@@ -107,10 +107,6 @@ class CombinedDrafter:
         """The head reads the pairs."""
         return replace(state, head=self.head.commit(params.head, embed, state.head, tokens, features, counts))
 
-    def step_bytes(self, params: Both) -> int:
-        """Those of the head."""
-        return self.head.step_bytes(params.head)
-
     def skip(self, state: Both, counts: Int[Array, "r"]) -> Both:
         """The head passes over pairs."""
         return replace(state, head=self.head.skip(state.head, counts))

@@ -13,7 +13,6 @@ decides how many tokens a round emits, never which.
 from dataclasses import dataclass, replace
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import struct
@@ -241,10 +240,6 @@ class LayerDrafter:
         weights = params.with_rows(params.weights)
         carry, logits = advance(self.config, weights, params.embedding(embed), state, carry, tokens, step)
         return carry, choose_next(choose, logits, params.target_ids, step + 1)
-
-    def step_bytes(self, params: LayerParams) -> int:
-        """Those of the weights, and of what is the policy's: output rows, a norm."""
-        return sum(leaf.nbytes for leaf in jax.tree.leaves(params.with_rows(params.weights)))
 
     def skip(self, state: Eagle3State, counts: Int[Array, "r"]) -> Eagle3State:
         """Go on after a gap, whose slots are not read."""

@@ -152,10 +152,6 @@ class TextDrafter:
         """Count the pairs."""
         return TextState(state.length + counts)
 
-    def step_bytes(self, params: Any) -> int:
-        """Next to nothing."""
-        return 0
-
 
 @runtime_checkable
 class Drafter(Protocol):
@@ -250,9 +246,6 @@ class ChainDrafter(Drafter, Protocol):
         choose: Choose,
     ) -> tuple[Any, Choice]:
         """Take draft number `step` of every row, `tokens`; the next draft."""
-
-    def step_bytes(self, params: Any) -> int:
-        """Bytes that a draft step reads, for the time it takes beside a step of the policy."""
 
     def skip(self, state: Any, counts: Int[Array, "r"]) -> Any:
         """Pass over `counts[r]` pairs that nobody can show; where it is not 0, what was read before is forgotten."""

@@ -8,7 +8,6 @@ how many tokens a round emits, never which.
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import struct
@@ -228,11 +227,6 @@ class SmallPolicyDrafter:
 
     def _next(self, params: PolicyParams, hidden: Float[Array, "r d"], step: Int[Array, ""], choose: Choose) -> Choice:
         return choose_next(choose, self._logits(params, hidden[:, None])[:, 0], self._target_ids, step)
-
-    def step_bytes(self, params: PolicyParams) -> int:
-        """Those of the weights; of an embedding with output rows beside it, next to none are read."""
-        unread = 0 if params.head is None else params.embed.nbytes
-        return sum(leaf.nbytes for leaf in jax.tree.leaves(params)) - unread
 
     def skip(self, state: SmallPolicyState, counts: Int[Array, "r"]) -> SmallPolicyState:
         """Go on after a gap, whose slots are not read."""

@@ -123,7 +123,9 @@ class AdaptiveRound(Round):
         room = jnp.where(live, rows.limit - 1 - rows.emitted, 0)
         steps = jnp.max(jnp.array([jnp.where(plan.body == index, body.steps, 0) for index, body in bodies]))
         assert rows.record is not None
-        worth, per_token = worth_of_tokens(control, depth, steps, live, rows.record), seconds_per_token(control, bodies)
+        worth = worth_of_tokens(control, depth, steps, live, rows.record)
+        step_price = plan.per_second * control.per_step[bodies[0][0]]
+        token_price = plan.per_second * seconds_per_token(control, bodies)
         carry, choice = drafter.begin(draft_params, embed, rows.drafter, self.texts(rows, trajectory), depth, choose)
 
         def drafted(step: Int[Array, ""], choice: Choice, tokens: Array, confidence: Array, survival: Array) -> Any:
@@ -139,8 +141,8 @@ class AdaptiveRound(Round):
 
         def more(state: Any) -> Bool[Array, ""]:
             step, _, _, _, survival = state
-            more_pays = worth_another_step(control, survival, worth, step, budget, plan.per_second, per_token)
-            return (step < depth) & more_pays
+            pays = worth_another_step(control, survival, worth, step, budget, step_price, token_price)
+            return (step < depth) & pays
 
         def another(state: Any) -> Any:
             step, carry, tokens, confidence, survival = state

@@ -78,14 +78,14 @@ class Control:
     """The controller's state.
 
     seconds: of a round of each body with nothing in the cache, `[n]`. per_slot: more for each token in the cache of a
-        live row. per_step: of a draft step.
+        live row. per_step: of another draft step of as many rows as the body's, `[n]`.
     drafted, accepted: verified drafts and accepted ones, by confidence, `[bins]`.
     by_depth: promised and accepted ones by depth, `[2, depths]`: what records said of those verified, and what came.
     """
 
     seconds: Float[Array, "n"]
     per_slot: Float[Array, ""]
-    per_step: Float[Array, ""]
+    per_step: Float[Array, "n"]
     drafted: Float[Array, "bins"]
     accepted: Float[Array, "bins"]
     by_depth: Float[Array, "2 depths"]
@@ -103,14 +103,14 @@ class Plan:
     per_second: Float[Array, ""]
 
 
-def initial_control(seconds: np.ndarray, per_slot: float = 0.0, per_step: float = 0.0) -> Control:
+def initial_control(seconds: np.ndarray, per_slot: float = 0.0, per_step: np.ndarray | float = 0.0) -> Control:
     """A controller that has seen nothing but a cost table; drafts are first believed as the drafter believes them."""
     if not np.all(np.asarray(seconds) > 0):
         raise InputError(f"cost table is {list(map(float, seconds))}; every entry must be a positive number of seconds")
     return Control(
         jnp.asarray(seconds, jnp.float32),
         jnp.float32(per_slot),
-        jnp.float32(per_step),
+        jnp.broadcast_to(jnp.asarray(per_step, jnp.float32), np.shape(seconds)),
         drafted=jnp.asarray(_BELIEF[0], jnp.float32),
         accepted=jnp.asarray(_BELIEF[1], jnp.float32),
         by_depth=jnp.zeros((2, DEPTHS), jnp.float32),
@@ -240,7 +240,7 @@ def seconds_per_token(control: Control, bodies: Sequence[tuple[int, Body]]) -> F
     (first, small), (last, large) = (choose(bodies, key=lambda b: b[1].tokens) for choose in (min, max))
     if small.tokens == large.tokens:
         return jnp.float32(0.0)
-    seconds = control.seconds[last] - control.seconds[first] - control.per_step * (large.steps - small.steps)
+    seconds = control.seconds[last] - control.seconds[first] - control.per_step[last] * (large.steps - small.steps)
     return jnp.maximum(seconds, 0.0) / (large.tokens - small.tokens)
 
 
@@ -250,8 +250,8 @@ def worth_another_step(
     worth: Float[Array, "r"],
     step: Int[Array, ""],
     budget: Int[Array, ""],
-    per_second: Float[Array, ""],
-    per_token: Float[Array, ""],
+    step_price: Float[Array, ""],
+    token_price: Float[Array, ""],
 ) -> Bool[Array, ""]:
     """Whether one more draft of every row, after `step` of them, is worth its time.
 
@@ -260,16 +260,16 @@ def worth_another_step(
 
     Args:
         survival: of drafts, 0 for those not made. worth: of a token of each row (`worth_of_tokens`).
-        per_second: what a second must save (`Plan`). per_token: seconds of verifying a token.
+        step_price, token_price: what another step, and a token more to verify, must save.
     """
     acceptance = overall_acceptance(control) * depth_factor(control, step)
     after = jnp.minimum(acceptance, _MOST) * survival[:, step - 1]
-    saved = worth[:, None] * jnp.concatenate([survival, after[:, None]], axis=1) - per_second * per_token
+    saved = worth[:, None] * jnp.concatenate([survival, after[:, None]], axis=1) - token_price
     saved = jnp.maximum(saved, 0.0)
     drafted, further = saved[:, :-1].reshape(-1), saved[:, -1]
     kept = jnp.sort(-jnp.concatenate([drafted, further]))[: drafted.shape[0]] - jnp.sort(-drafted)
     gain = -jnp.sum(jnp.where(jnp.arange(kept.shape[0], dtype=jnp.int32) < budget, kept, 0.0))
-    return gain > per_second * control.per_step
+    return gain > step_price
 
 
 def best_verified(
@@ -287,7 +287,7 @@ def best_verified(
     best = {d: _best(worth[:, :d]) for d in sorted({body.depth(longest) for _, body in bodies})}
     gains = [
         _of_best(best[body.depth(longest)], body.tokens - count)
-        - per_second * (control.seconds[index] - control.per_step * body.steps)
+        - per_second * (control.seconds[index] - control.per_step[index] * body.steps)
         for index, body in bodies
     ]
     return jnp.array([index for index, _ in bodies], jnp.int32)[jnp.argmax(jnp.stack(gains))]

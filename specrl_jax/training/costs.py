@@ -19,7 +19,6 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from specrl_jax.data.prompts import Prompts
-from specrl_jax.drafters.protocol import ChainDrafter
 from specrl_jax.errors import InputError
 from specrl_jax.models.cache import own_pages
 from specrl_jax.models.params import PolicyParams
@@ -88,10 +87,11 @@ class Timed:
     batch: Batch
     pool: Pool
 
-    def __call__(self, params: PolicyParams, draft: Any) -> float:
-        """Seconds per round."""
+    def __call__(self, params: PolicyParams, draft: Any, batch: Batch | None = None) -> float:
+        """Seconds per round; `batch` in place of the rows that are its own."""
         start = time.perf_counter()
-        self.pool, tokens = self.program(params, draft, replace(self.batch, pool=None), self.pool)  # type: ignore[arg-type]
+        rest = replace(batch or self.batch, pool=None)  # type: ignore[arg-type]
+        self.pool, tokens = self.program(params, draft, rest, self.pool)
         jax.block_until_ready(tokens)
         return (time.perf_counter() - start) / self.rounds
 
@@ -113,22 +113,27 @@ def measure_costs(
     """A controller with the measured seconds of every body of an adaptive engine for so many rows.
 
     Every body is timed in turn at `context` tokens per row, as often as goes into ten seconds, from 3 to 15 times: one
-    that a noisy machine made look cheap would be chosen all along. What a longer context costs is predicted from the
-    bytes that attention reads. Compilation is not counted and not small: a program per body.
+    that a noisy machine made look cheap would be chosen all along. What a draft step takes is told from rounds that
+    make fewer of them, what a longer context costs from the bytes that attention reads. Compilation is not counted and
+    not small: a program per body.
     """
     bodies = engine.config.bodies_for(rows)
     context = max(1, min(context, engine.policy.max_position_embeddings - engine.config.max_new_tokens - 1))
     single = replace(engine, config=replace(engine.config, samples_per_prompt=1, cache_bytes=None, rows=None))
     calls = [_body_call(single, body, context, rounds) for body in bodies]
-    for call in calls:
-        call(params, draft)
-    typical = np.median(_turns([partial(call, params, draft) for call in calls]), axis=0)
+    # Drafting ends after the first step where another one is dear: what the others take, in the same program.
+    deepest = {body.rows: i for i, body in sorted(enumerate(bodies), key=lambda b: b[1].tokens) if body.steps > 1}
+    short = [partial(calls[i], params, draft, _with_costs(calls[i].batch, step=1e9)) for i in deepest.values()]
+    turns = _turns([*(partial(call, params, draft) for call in calls), *short])
+    typical = np.median(turns[:, : len(calls)], axis=0)
     weight_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
     alone = min(typical[i] for i, body in enumerate(bodies) if body.tokens == body.rows == min(b.rows for b in bodies))
     per_slot = alone * engine.page_bytes() / engine.numerics.key_block / weight_bytes
     typical = np.maximum(typical - per_slot * context * np.array([body.rows for body in bodies]), 0.1 * typical)
-    assert isinstance(engine.drafter, ChainDrafter)
-    return initial_control(typical, per_slot, alone * engine.drafter.step_bytes(draft) / weight_bytes)
+    saved = np.median(turns[:, list(deepest.values())] - turns[:, len(calls) :], axis=0)
+    of_step = {rows: max(0.0, s / (bodies[i].steps - 1)) for (rows, i), s in zip(deepest.items(), saved, strict=True)}
+    per_step = np.array([of_step.get(body.rows, max(of_step.values(), default=0.0)) for body in bodies])
+    return initial_control(typical, per_slot, per_step)
 
 
 def _turns(calls: Sequence[Callable[[], float]]) -> Float[np.ndarray, "n calls"]:
@@ -140,13 +145,19 @@ def _turns(calls: Sequence[Callable[[], float]]) -> Float[np.ndarray, "n calls"]
     return np.array([first, *([call() for call in calls] for _ in range(turns - 1))])
 
 
+def _with_costs(batch: Batch, step: float) -> Batch:
+    """A batch of one body, of a second, where drafts all survive and another draft step takes so many seconds.
+
+    Where it takes none, every row drafts as far as its even share: what is usual, not the deepest.
+    """
+    flat = initial_control(np.ones(1), per_step=step)
+    return replace(batch, control=replace(flat, accepted=flat.drafted), plan=Plan(jnp.int32(0), jnp.float32(1.0)))
+
+
 def _body_call(engine: RolloutEngine, body: Body, context: int, rounds: int) -> Timed:
     """Rounds of one body, all its rows live."""
     own = replace(engine, config=replace(engine.config, bodies=(body,)))
-    # With drafts that all survive, every row drafts as far as its even share: what is usual, not the deepest.
-    flat = initial_control(np.ones(1))
-    batch = standing_batch(own, body.rows, context, replace(flat, accepted=flat.drafted))
-    batch = replace(batch, plan=Plan(jnp.int32(0), jnp.float32(0.0)))
+    batch = _with_costs(standing_batch(own, body.rows, context, initial_control(np.ones(1))), step=0.0)
     return timed_rounds(lambda p, d, b: own.planned_round(p, d, b, body.rows), batch, rounds)
 
 
@@ -182,7 +193,12 @@ def _described(engine: RolloutEngine) -> str:
 def save_costs(path: Path, control: Control, bodies: tuple[Body, ...], of: str) -> None:
     """Write a cost table as JSON; `of` says what else it belongs to."""
     table = [[body.rows, body.tokens, float(s)] for body, s in zip(bodies, control.seconds, strict=True)]
-    costs = {"of": of, "bodies": table, "per_slot": float(control.per_slot), "per_step": float(control.per_step)}
+    costs = {
+        "of": of,
+        "bodies": table,
+        "per_slot": float(control.per_slot),
+        "per_step": np.asarray(control.per_step).tolist(),
+    }
     whole = path.with_name(f".{path.name}.new")
     whole.write_text(json.dumps(costs, indent=1) + "\n")
     whole.rename(path)
@@ -194,7 +210,7 @@ def load_costs(path: Path, bodies: tuple[Body, ...], of: str) -> Control:
         costs = json.loads(path.read_text())
         saved = tuple(Body(int(rows), int(tokens)) for rows, tokens, _ in costs["bodies"])
         seconds = np.array([entry[2] for entry in costs["bodies"]])
-        per_slot, per_step = float(costs["per_slot"]), float(costs["per_step"])
+        per_slot, per_step = float(costs["per_slot"]), np.array(costs["per_step"], float)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise InputError(f"cost table {path} cannot be read ({error}); delete it to measure anew") from error
     if saved != bodies:

@@ -7,7 +7,7 @@ It is saved beside the run and read again on resume, never measured anew: what a
 import hashlib
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -114,26 +114,64 @@ def measure_costs(
 
     Every body is timed in turn at `context` tokens per row, as often as goes into ten seconds, from 3 to 15 times: one
     that a noisy machine made look cheap would be chosen all along. What a draft step takes is told from rounds that
-    make fewer of them, what a longer context costs from the bytes that attention reads. Compilation is not counted and
-    not small: a program per body.
+    make one and all of them, what a longer context costs from the bytes that attention reads. Compilation is not
+    counted and not small: a program per number of rows.
     """
-    bodies = engine.config.bodies_for(rows)
+    bodies, longest = engine.config.bodies_for(rows), engine.config.draft_length
     context = max(1, min(context, engine.policy.max_position_embeddings - engine.config.max_new_tokens - 1))
     single = replace(engine, config=replace(engine.config, samples_per_prompt=1, cache_bytes=None, rows=None))
-    calls = [_body_call(single, body, context, rounds) for body in bodies]
-    # Drafting ends after the first step where another one is dear: what the others take, in the same program.
-    deepest = {body.rows: i for i, body in sorted(enumerate(bodies), key=lambda b: b[1].tokens) if body.steps > 1}
-    short = [partial(calls[i], params, draft, _with_costs(calls[i].batch, step=1e9)) for i in deepest.values()]
-    turns = _turns([*(partial(call, params, draft) for call in calls), *short])
-    typical = np.median(turns[:, : len(calls)], axis=0)
+    sizes = {body.rows: [b for b in bodies if b.rows == body.rows] for body in bodies}
+    programs = {size: _rounds_of(single, tuple(own), context, rounds) for size, own in sizes.items()}
+    cases = [(body, steps) for own in sizes.values() for body, steps in _cases(own, longest)]
+    calls = [
+        partial(programs[body.rows], params, draft, _forced(programs[body.rows].batch, sizes[body.rows], body, steps))
+        for body, steps in cases
+    ]
+    for call in calls:
+        call()
+    typical = dict(zip(cases, np.median(_turns(calls), axis=0), strict=True))
+    seconds, per_step = (np.array(x) for x in zip(*(_cost(typical, body) for body in bodies), strict=True))
     weight_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
-    alone = min(typical[i] for i, body in enumerate(bodies) if body.tokens == body.rows == min(b.rows for b in bodies))
+    alone = min(s for s, body in zip(seconds, bodies, strict=True) if body.rows == min(sizes))
     per_slot = alone * engine.page_bytes() / engine.numerics.key_block / weight_bytes
-    typical = np.maximum(typical - per_slot * context * np.array([body.rows for body in bodies]), 0.1 * typical)
-    saved = np.median(turns[:, list(deepest.values())] - turns[:, len(calls) :], axis=0)
-    of_step = {rows: max(0.0, s / (bodies[i].steps - 1)) for (rows, i), s in zip(deepest.items(), saved, strict=True)}
-    per_step = np.array([of_step.get(body.rows, max(of_step.values(), default=0.0)) for body in bodies])
-    return initial_control(typical, per_slot, per_step)
+    seconds = np.maximum(seconds - per_slot * context * np.array([body.rows for body in bodies]), 0.1 * seconds)
+    return initial_control(seconds, per_slot, per_step)
+
+
+def _cases(bodies: Sequence[Body], longest: int) -> list[tuple[Body, int]]:
+    """What is timed of bodies of as many rows: each with all the drafts that there can be, the smallest that has any
+    with one too."""
+    most = max(body.depth(longest) for body in bodies)
+    cases = [(body, most if body.steps else 0) for body in bodies]
+    drafting = [body for body in bodies if body.steps]
+    return cases + ([(min(drafting, key=lambda body: body.tokens), 1)] if most > 1 else [])
+
+
+def _cost(typical: Mapping[tuple[Body, int], float], body: Body) -> tuple[float, float]:
+    """Seconds of a body whose rows draft their even share, and of another draft step, from those of the cases."""
+    one = [(other, steps) for other, steps in typical if other.rows == body.rows and steps == 1]
+    made = max(steps for other, steps in typical if other.rows == body.rows)
+    step = max(0.0, (typical[one[0][0], made] - typical[one[0]]) / (made - 1)) if one and made > 1 else 0.0
+    return typical[body, made if body.steps else 0] - step * (made - body.steps if body.steps else 0), step
+
+
+def _forced(batch: Batch, bodies: Sequence[Body], body: Body, steps: int) -> Batch:
+    """A batch whose rounds are of one body of several, after one draft step or all of them."""
+    index = bodies.index(body)
+    seconds = np.where(np.arange(len(bodies)) == index, 1.0, 1e12)
+    control = initial_control(seconds, per_step=1e6 if steps == 1 else -1e6)
+    return replace(batch, control=control, plan=Plan(jnp.int32(index), jnp.float32(1.0)))
+
+
+def _rounds_of(engine: RolloutEngine, bodies: tuple[Body, ...], context: int, rounds: int) -> Timed:
+    """Rounds of as many rows, all of them live, every one as the batch's plan has it."""
+    own = replace(engine, config=replace(engine.config, bodies=bodies))
+    batch = standing_batch(own, bodies[0].rows, context, initial_control(np.ones(len(bodies))))
+
+    def step(params: PolicyParams, draft: Any, batch: Batch) -> Batch:
+        return replace(own.planned_round(params, draft, batch, bodies[0].rows), plan=batch.plan)
+
+    return timed_rounds(step, batch, rounds)
 
 
 def _turns(calls: Sequence[Callable[[], float]]) -> Float[np.ndarray, "n calls"]:
@@ -143,22 +181,6 @@ def _turns(calls: Sequence[Callable[[], float]]) -> Float[np.ndarray, "n calls"]
     # Processes that hold the weights together must call as often as one another.
     turns = int(of_first(np.float32(np.clip(_BUDGET_S / (time.perf_counter() - start), _LEAST, _MOST))))
     return np.array([first, *([call() for call in calls] for _ in range(turns - 1))])
-
-
-def _with_costs(batch: Batch, step: float) -> Batch:
-    """A batch of one body, of a second, where drafts all survive and another draft step takes so many seconds.
-
-    Where it takes none, every row drafts as far as its even share: what is usual, not the deepest.
-    """
-    flat = initial_control(np.ones(1), per_step=step)
-    return replace(batch, control=replace(flat, accepted=flat.drafted), plan=Plan(jnp.int32(0), jnp.float32(1.0)))
-
-
-def _body_call(engine: RolloutEngine, body: Body, context: int, rounds: int) -> Timed:
-    """Rounds of one body, all its rows live."""
-    own = replace(engine, config=replace(engine.config, bodies=(body,)))
-    batch = _with_costs(standing_batch(own, body.rows, context, initial_control(np.ones(1))), step=0.0)
-    return timed_rounds(lambda p, d, b: own.planned_round(p, d, b, body.rows), batch, rounds)
 
 
 def costs_at(

@@ -166,12 +166,19 @@ def test_dealing_takes_the_prefixes_that_save_most():
 
 def test_a_token_is_worth_more_to_a_row_that_gets_few():
     """Another token a round saves a row `1 / x - 1 / (x + 1)` rounds per token, to first order `1 / x**2`."""
-    control, record = initial_control(np.ones(2)), jnp.array([[1e6, 0.8e6], [1e6, 0.1e6], [1e6, 0.8e6]])
+    control, record = (
+        initial_control(np.ones(2)),
+        jnp.array([[1e6, 0.8e6, 0, 0], [1e6, 0.1e6, 0, 0], [1e6, 0.8e6, 0, 0]]),
+    )
     live = jnp.array([True, True, False])
     for steps in (0, 1, 3):
         tokens = [sum(p**i for i in range(1 + steps)) for p in (0.8, 0.1)]
         worth = worth_of_tokens(control, 3, jnp.int32(steps), live, record)
         np.testing.assert_allclose(worth, [*(1.0 / x**2 for x in tokens), 0.0], rtol=1e-4)
+    # A row for which much was planned, and that got nothing beyond its own tokens, comes to be worth more.
+    passed_over = record.at[0, 2:].set(jnp.array([40.0, 40.0]))
+    worth = worth_of_tokens(control, 3, jnp.int32(3), live, passed_over)
+    np.testing.assert_allclose(worth[0], (44.0 / (40.0 + 4.0 * 2.952)) ** 2, rtol=1e-4)
 
 
 def test_a_draft_is_worth_what_it_adds_to_those_that_are_verified():
@@ -194,13 +201,13 @@ def test_a_draft_is_worth_what_it_adds_to_those_that_are_verified():
         assert worth(uneven, 4, factor * instead, 0.0) == worthwhile
         # Where a token has its price too, only the first row's is worth it.
         assert worth(even, 8, factor * 0.1 * third[0], 0.9 * third[0]) == worthwhile
-    assert not worth([[0.8, 0.6], [0.8, 0.6 * acceptance]], 2, 0.0, 0.0)
+    assert not worth([[0.8, 0.6], [0.8, 0.6]], 2, 0.0, 0.0)
 
 
 def test_a_round_is_as_long_as_its_drafts_are_sure():
     bodies = tuple(enumerate(Body(1, tokens) for tokens in (1, 2, 4, 8)))
     seconds = np.array([1.0, 1.1, 1.3, 1.7])
-    control = initial_control(seconds + 0.05 * np.array([0, 1, 3, 7]), per_step=0.05)
+    control = initial_control(seconds, per_step=0.05)
     np.testing.assert_allclose(seconds_per_token(control, bodies), 0.1, rtol=1e-5)
     np.testing.assert_allclose(seconds_per_token(control, bodies[2:3]), 0.0)
     count, per_second = jnp.int32(1), jnp.float32(0.5)
@@ -216,7 +223,7 @@ def test_a_round_is_as_long_as_its_drafts_are_sure():
 def test_learning_counts_what_was_judged():
     control, record = learn(
         initial_control(np.ones(2)),
-        jnp.zeros((3, 2)),
+        jnp.zeros((3, 4)),
         confidence=jnp.full((3, 4), 0.5),
         lengths=jnp.array([4, 2, 0], jnp.int32),
         accepted=jnp.array([1, 2, 0], jnp.int32),
@@ -224,7 +231,7 @@ def test_learning_counts_what_was_judged():
     )
     here = int(bin_of(jnp.float32(0.5)))
     assert (control.drafted[here] - 2.0, control.accepted[here]) == (4.0, 2.0 * (here + 0.5) / BINS + 3.0)
-    np.testing.assert_array_equal(record, [[2, 1], [2, 2], [0, 0]])
+    np.testing.assert_array_equal(record, [[2, 1, 2, 1], [2, 2, 3, 1], [0, 0, 1, 1]])
     promised = float(overall_acceptance(initial_control(np.ones(2))))
     np.testing.assert_allclose(control.by_depth[0, :3], [2 * promised, 2 * promised, 0.0], rtol=1e-6)
     np.testing.assert_array_equal(control.by_depth[1, :3], [2.0, 1.0, 0.0])
@@ -233,7 +240,7 @@ def test_learning_counts_what_was_judged():
 def test_what_deep_drafts_are_worth_is_learned_by_depth():
     """The first two drafts are always accepted and the third never: three are as good as two."""
     bodies = tuple(Body(8, 8 * (1 + drafts)) for drafts in (1, 2, 3))
-    control, record = initial_control(np.array([1.0, 1.01, 1.02])), jnp.zeros((8, 2))
+    control, record = initial_control(np.array([1.0, 1.01, 1.02])), jnp.zeros((8, 4))
     live, none = jnp.ones((8,), bool), jnp.int32(0)
 
     def choice(control):
@@ -244,7 +251,8 @@ def test_what_deep_drafts_are_worth_is_learned_by_depth():
         accepted, lengths = jnp.full((8,), 2, jnp.int32), jnp.full((8,), 3, jnp.int32)
         control, record = learn(control, record, jnp.full((8, 3), 0.7), lengths, accepted, live)
     assert choice(control) == 1
-    rounds = float(plan_round(control, bodies[2:], 3, live, record, none, none).per_second) * float(control.seconds[0])
+    last = replace(control, seconds=control.seconds[2:], per_step=control.per_step[2:])
+    rounds = float(plan_round(last, bodies[2:], 3, live, record, none, none).per_second) * 1.02
     np.testing.assert_allclose(rounds, 8 / 3.0, rtol=0.02)
 
 
@@ -263,18 +271,18 @@ def test_the_choice_follows_costs_and_live_rows():
     assert len(bodies) == 12
     # A round costs one unit and a twentieth for every token.
     control = initial_control(np.array([1.0 + 0.05 * body.tokens for body in bodies]))
-    record = jnp.full((16, 2), 100.0)
+    record = jnp.full((16, 4), 100.0)
 
     def choice(live, record, now=-1):
         rows = jnp.arange(16) < live
         return bodies[int(plan_round(control, bodies, 7, rows, record, jnp.int32(0), jnp.int32(now)).body)]
 
     assert choice(1, record) == Body(1, 8)
-    assert choice(16, record * jnp.array([[1.0, 0.01]])) == Body(16, 16)
+    assert choice(16, record * jnp.array([[1.0, 0.01, 1.0, 1.0]])) == Body(16, 16)
     assert choice(4, record).rows == 4
     # It stays where it is unless another body is clearly better.
     stay = bodies.index(Body(16, 16))
-    assert choice(16, record * jnp.array([[1.0, 0.01]]), stay) == Body(16, 16)
+    assert choice(16, record * jnp.array([[1.0, 0.01, 1.0, 1.0]]), stay) == Body(16, 16)
 
 
 def test_a_round_that_serves_only_the_surest_rows_is_not_chosen():
@@ -282,7 +290,7 @@ def test_a_round_that_serves_only_the_surest_rows_is_not_chosen():
     bodies = (Body(8, 16), Body(8, 64))
     control, live = initial_control(np.array([1.0, 2.0])), jnp.ones((8,), bool)
     for accepted, chosen in ((98.0, bodies[1]), (2.0, bodies[0])):
-        record = jnp.full((8, 2), 100.0).at[:4, 1].set(accepted)
+        record = jnp.full((8, 4), 100.0).at[:4, 1].set(accepted)
         assert bodies[int(plan_round(control, bodies, 7, live, record, jnp.int32(0), jnp.int32(-1)).body)] == chosen
 
 
@@ -293,6 +301,9 @@ def test_what_cannot_be_chosen_from_is_refused():
         engine_of(rule=Match(branches=2))
     with pytest.raises(InputError, match="rollout bodies names 13 rounds"):
         engine_of(bodies=(Body(1, 1),) * 13)
+    engine = engine_of(bodies=(Body(15, 15), Body(15, 30), Body(15, 15)))
+    with pytest.raises(InputError, match="rollout bodies names a round twice"):
+        engine.rollout(tiny_params(), None, PROMPTS, KEYS, control=initial_control(np.ones(3)))
     engine = engine_of(bodies=(Body(4, 4),))
     with pytest.raises(InputError, match="rollout bodies hold at most 4 rows of 15"):
         engine.rollout(tiny_params(), None, PROMPTS, KEYS, control=initial_control(np.ones(1)))
@@ -365,13 +376,59 @@ def test_a_few_refusals_do_not_end_drafting():
         live, now = jnp.ones((1,), bool), jnp.int32(-1)
         return bodies[int(plan_round(control, bodies, 7, live, record, jnp.int32(0), now).body)].tokens > 1
 
-    assert drafts(jnp.zeros((1, 2)))
-    assert drafts(jnp.array([[2.0, 0.0]]))
-    record = jnp.array([[30.0, 0.0]])
+    assert drafts(jnp.zeros((1, 4)))
+    assert drafts(jnp.array([[2.0, 0.0, 1.0, 1.0]]))
+    record = jnp.array([[30.0, 0.0, 30.0, 30.0]])
     assert not drafts(record)
     for _ in range(150):
         record = fade(record)
     assert drafts(record)
+
+
+def test_more_or_fewer_drafts_are_verified_than_planned(program):
+    """Prices at which the confidence decides: rounds of several sizes, and no other token."""
+    seconds = np.array([1.0, 1.05, 1.15, 0.9, 1.1, 0.8, 1.0])
+    ours = jax.device_get(
+        program(tiny_params(), random_eagle3()[1], PROMPTS, KEYS, initial_control(seconds, 0.0, 0.01))
+    )
+    assert_same(ours, plain())
+    assert np.count_nonzero(ours.stats.bodies[[1, 2]]) == 2
+
+
+CASES = [((1, 1), (1, 2), (1, 5)), ((2, 2), (2, 4), (2, 6)), ((2, 6),), ((2, 2),), ((4, 4), (4, 8))]
+
+
+@pytest.mark.parametrize("sizes", CASES)
+def test_what_is_timed_is_the_body_and_the_draft_steps_that_are_asked_for(sizes):
+    bodies = tuple(Body(*size) for size in sizes)
+    engine = engine_of(bodies=bodies)
+    engine = replace(engine, config=replace(engine.config, samples_per_prompt=1))
+    timed = costs_module._rounds_of(engine, bodies, 8, 1)
+    draft = random_eagle3()[1]
+    run = jax.jit(lambda batch: engine.planned_round(tiny_params(), draft, batch, bodies[0].rows).trajectory.stats)
+    cases = costs_module._cases(bodies, 4)
+    assert {body for body, _ in cases} == set(bodies)
+    for body, steps in cases:
+        batch = costs_module._forced(timed.batch, bodies, body, steps)
+        stats = run(batch)
+        np.testing.assert_array_equal(stats.bodies, [other == body for other in bodies])
+        assert bool(stats.drafted_at[0]) == (steps > 0)
+        assert steps != 1 or not stats.drafted_at[1:].any()
+
+
+def test_seconds_of_a_body_are_those_after_one_draft_step():
+    bodies = (Body(4, 4), Body(4, 8), Body(4, 16), Body(1, 1), Body(1, 3), Body(1, 2))
+
+    def seconds(body, steps):
+        return 1.0 + 0.1 * body.tokens + 0.01 * body.rows * steps
+
+    for longest in (1, 2, 4):
+        cases = [c for rows in (1, 4) for c in costs_module._cases([b for b in bodies if b.rows == rows], longest)]
+        typical = {case: seconds(*case) for case in cases}
+        for body in bodies:
+            deeper = longest > 1
+            expected = seconds(body, min(1, body.depth(longest))), 0.01 * body.rows * deeper
+            np.testing.assert_allclose(costs_module._cost(typical, body), expected, atol=1e-12)
 
 
 @pytest.mark.parametrize(("said", "turns"), [(5.9, 5), (3.0, 3)])

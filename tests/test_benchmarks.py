@@ -105,6 +105,10 @@ def test_a_cost_table_comes_back(tmp_path):
         load_costs(path, (Body(4, 4), Body(4, 8)), "this")
     with pytest.raises(InputError, match="is of another policy, drafter or numerics; delete it"):
         load_costs(path, bodies, "that")
+    whole = path.read_text()
+    path.write_text(whole.replace("0.003", "0.003, 0.004"))
+    with pytest.raises(InputError, match="steps are not one for each round"):
+        load_costs(path, bodies, "this")
     path.write_text("{")
     with pytest.raises(InputError, match="cannot be read"):
         load_costs(path, bodies, "this")

@@ -121,7 +121,8 @@ class AdaptiveRound(Round):
         choose, begun = self._chooser(rows), self.no_drafts(live.shape[0], bodies)
         budget = max(body.tokens for _, body in bodies) - jnp.sum(live, dtype=jnp.int32)
         room = jnp.where(live, rows.limit - 1 - rows.emitted, 0)
-        steps = jnp.max(jnp.array([jnp.where(plan.body == index, body.steps, 0) for index, body in bodies]))
+        longest = self.config.draft_length
+        steps = jnp.max(jnp.array([jnp.where(plan.body == index, body.steps(longest), 0) for index, body in bodies]))
         assert rows.record is not None
         worth = worth_of_tokens(control, depth, steps, live, rows.record)
         step_price = plan.per_second * control.per_step[bodies[0][0]]
@@ -132,7 +133,6 @@ class AdaptiveRound(Round):
             token, sure = choice.token, jnp.exp(choice.confidence)  # type: ignore[arg-type]
             above = jnp.where(step == 0, 1.0, survival[:, jnp.maximum(step - 1, 0)])
             survives = jnp.where((step < room) & (token >= 0), above * expected_acceptance(control, sure), 0.0)
-            # Of equals the shallower draft comes first, so that a row's drafts are never dealt without those before.
             return (
                 tokens.at[:, step].set(token),
                 confidence.at[:, step].set(sure),

@@ -86,6 +86,8 @@ class RolloutConfig:
         bodies = self.bodies or default_bodies(rows, self.draft_length)
         if max(body.rows for body in bodies) < rows:
             raise InputError(f"rollout bodies hold at most {max(body.rows for body in bodies)} rows of {rows}; add one")
+        if len(set(bodies)) < len(bodies):
+            raise InputError(f"rollout bodies names a round twice; got {bodies}")
         if any(body.rows > rows or body.tokens < body.rows for body in bodies):
             raise InputError(f"rollout bodies must have at most {rows} rows and a token for each; got {bodies}")
         return bodies

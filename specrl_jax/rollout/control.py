@@ -42,7 +42,8 @@ _KEPT = 0.95  # of what was learned, from rollout to rollout
 _HOPE = (32.0, 0.9 * 32.0)
 _BELIEF = (np.full(BINS, 2.0), 2.0 * (np.arange(BINS) + 0.5) / BINS)  # two drafts of every confidence, judged by it
 _MOST = 0.99  # no draft is taken to be surer
-_SWITCH = 0.02  # another body must cost so much less before the loop is left
+_SWITCH = 0.02  # another body must cost so much less before it is planned
+_PLANNED = 4.0  # rounds' worth of what is planned for a row, beside the tokens that it got of late
 
 
 @dataclass(frozen=True)
@@ -52,10 +53,9 @@ class Body:
     rows: int
     tokens: int
 
-    @property
-    def steps(self) -> int:
+    def steps(self, longest: int) -> int:
         """Draft steps that an even share of its tokens takes."""
-        return -(-(self.tokens - self.rows) // self.rows)
+        return min(longest, -(-(self.tokens - self.rows) // self.rows))
 
     def depth(self, longest: int) -> int:
         """Drafts of a row at most: twice its even share, so that rows can differ."""
@@ -77,8 +77,9 @@ def default_bodies(rows: int, longest: int) -> tuple[Body, ...]:
 class Control:
     """The controller's state.
 
-    seconds: of a round of each body with nothing in the cache, `[n]`. per_slot: more for each token in the cache of a
-        live row. per_step: of another draft step of as many rows as the body's, `[n]`.
+    seconds: of a round of each body, with one draft step where it has drafts, and nothing in the cache, `[n]`.
+    per_slot: more for each token in the cache of a live row. per_step: of another draft step of as many rows as the
+        body's, `[n]`.
     drafted, accepted: verified drafts and accepted ones, by confidence, `[bins]`.
     by_depth: promised and accepted ones by depth, `[2, depths]`: what records said of those verified, and what came.
     """
@@ -156,8 +157,11 @@ def depth_factor(control: Control, depth: Int[Array, "*d"]) -> Float[Array, "*d"
     return ((accepted + _TRUST) / (promised + _TRUST))[_entry_of(depth)]
 
 
-def row_acceptance(control: Control, record: Float[Array, "r 2"]) -> Float[Array, "r"]:
-    """How often drafts of each row have been accepted of late, `record` being (drafted, accepted)."""
+def row_acceptance(control: Control, record: Float[Array, "r 4"]) -> Float[Array, "r"]:
+    """How often drafts of each row have been accepted of late.
+
+    `record` holds drafts that were judged and accepted ones of them, and tokens of rounds with drafts and those rounds.
+    """
     overall = overall_acceptance(control)
     return (record[:, 1] + _PRIOR * overall) / (record[:, 0] + _PRIOR)
 
@@ -169,7 +173,7 @@ def _saved(survival: Float[Array, "r k"]) -> Float[Array, "r k"]:
 
 
 def _survival_by_record(
-    control: Control, depth: int, live: Bool[Array, "r"], record: Float[Array, "r 2"]
+    control: Control, depth: int, live: Bool[Array, "r"], record: Float[Array, "r 4"]
 ) -> Float[Array, "r d"]:
     """How often as many drafts of each row are all accepted, as records advise."""
     rows = jnp.where(live, row_acceptance(control, record), 0.0)
@@ -194,7 +198,7 @@ def plan_round(
     bodies: tuple[Body, ...],
     longest: int,
     live: Bool[Array, "r"],
-    record: Float[Array, "r 2"],
+    record: Float[Array, "r 4"],
     slots: Int[Array, ""],
     now: Int[Array, ""],
     able: Bool[Array, "r"] | None = None,
@@ -217,7 +221,8 @@ def plan_round(
         [count.astype(jnp.float32) - _of_best(saved[b.depth(longest)], b.tokens - count) for b in bodies]
     )
     fits = jnp.array([body.rows for body in bodies], jnp.int32) >= count
-    seconds = control.seconds + control.per_slot * slots.astype(jnp.float32)
+    further = jnp.array([max(0, body.steps(longest) - 1) for body in bodies], jnp.float32)
+    seconds = control.seconds + control.per_step * further + control.per_slot * slots.astype(jnp.float32)
     wait = jnp.where(fits, rounds * seconds, jnp.inf)
     best = jnp.argmin(wait).astype(jnp.int32)
     stay = (now >= 0) & (wait[now] <= wait[best] * (1.0 + _SWITCH)) & fits[now]
@@ -226,12 +231,16 @@ def plan_round(
 
 
 def worth_of_tokens(
-    control: Control, depth: int, steps: Int[Array, ""], live: Bool[Array, "r"], record: Float[Array, "r 2"]
+    control: Control, depth: int, steps: Int[Array, ""], live: Bool[Array, "r"], record: Float[Array, "r 4"]
 ) -> Float[Array, "r"]:
-    """Rounds per token that each row saves with another token a round: `1 / x ** 2`, how fast `1 / x` falls where its
-    record promises `x` tokens with `steps` drafts, of at most `depth`."""
+    """Rounds per token that each row saves with another token a round: `1 / x ** 2`, how fast `1 / x` falls at the `x`
+    tokens that it has got of late.
+
+    For a row that is new they are what its record promises of `steps` drafts, of at most `depth`.
+    """
     survival = _survival_by_record(control, depth, live, record)
-    tokens = 1.0 + jnp.sum(jnp.where(jnp.arange(depth, dtype=jnp.int32) < steps, survival, 0.0), axis=1)
+    planned = 1.0 + jnp.sum(jnp.where(jnp.arange(depth, dtype=jnp.int32) < steps, survival, 0.0), axis=1)
+    tokens = (record[:, 2] + _PLANNED * planned) / (record[:, 3] + _PLANNED)
     return jnp.where(live, 1.0 / tokens**2, 0.0)
 
 
@@ -240,8 +249,7 @@ def seconds_per_token(control: Control, bodies: Sequence[tuple[int, Body]]) -> F
     (first, small), (last, large) = (choose(bodies, key=lambda b: b[1].tokens) for choose in (min, max))
     if small.tokens == large.tokens:
         return jnp.float32(0.0)
-    seconds = control.seconds[last] - control.seconds[first] - control.per_step[last] * (large.steps - small.steps)
-    return jnp.maximum(seconds, 0.0) / (large.tokens - small.tokens)
+    return jnp.maximum(control.seconds[last] - control.seconds[first], 0.0) / (large.tokens - small.tokens)
 
 
 def worth_another_step(
@@ -286,15 +294,17 @@ def best_verified(
     """
     best = {d: _best(worth[:, :d]) for d in sorted({body.depth(longest) for _, body in bodies})}
     gains = [
-        _of_best(best[body.depth(longest)], body.tokens - count)
-        - per_second * (control.seconds[index] - control.per_step[index] * body.steps)
+        _of_best(best[body.depth(longest)], body.tokens - count) - per_second * control.seconds[index]
         for index, body in bodies
     ]
     return jnp.array([index for index, _ in bodies], jnp.int32)[jnp.argmax(jnp.stack(gains))]
 
 
 def allocate(worth: Float[Array, "r k"], budget: Int[Array, ""]) -> Int[Array, "r"]:
-    """Drafts of each row, `budget` in all: those worth most. Worth falls along a row; 0 is no draft."""
+    """Drafts of each row, `budget` in all: those worth most. Worth falls along a row; 0 is no draft.
+
+    Of equals the shallower comes first, so that a row's drafts are never dealt without those before.
+    """
     flat = worth.reshape(-1)
     rank = jnp.argsort(jnp.argsort(-flat, stable=True), stable=True)
     taken = (rank < budget) & (flat > 0.0)
@@ -307,19 +317,19 @@ def share(worth: Float[Array, "r k"], budget: Int[Array, ""]) -> Int[Array, "r"]
     return jnp.minimum(made, budget // jnp.maximum(jnp.sum(made > 0, dtype=jnp.int32), 1))
 
 
-def fade(record: Float[Array, "r 2"]) -> Float[Array, "r 2"]:
+def fade(record: Float[Array, "r 4"]) -> Float[Array, "r 4"]:
     """A row's record after a round without drafts: what is known of it grows old, and drafts are tried again."""
     return record * _MEMORY
 
 
 def learn(
     control: Control,
-    record: Float[Array, "r 2"],
+    record: Float[Array, "r 4"],
     confidence: Float[Array, "r k"],
     lengths: Int[Array, "r"],
     accepted: Int[Array, "r"],
     counted: Bool[Array, "r"],
-) -> tuple[Control, Float[Array, "r 2"]]:
+) -> tuple[Control, Float[Array, "r 4"]]:
     """What a round's verified drafts say: those accepted, and the first that was not.
 
     Args:
@@ -343,7 +353,8 @@ def learn(
         accepted=control.accepted + total(yes),
         by_depth=control.by_depth.at[:, _entry_of(depth[0])].add(both),
     )
-    seen = jnp.stack([jnp.sum(judged, axis=1), jnp.sum(yes, axis=1)], axis=1).astype(jnp.float32)
+    got = [jnp.sum(judged, axis=1), jnp.sum(yes, axis=1), jnp.where(counted, accepted + 1, 0), counted]
+    seen = jnp.stack([x.astype(jnp.float32) for x in got], axis=1)
     return control, record * _MEMORY + seen
 
 

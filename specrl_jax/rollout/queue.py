@@ -153,7 +153,7 @@ class SequenceQueue(AdaptiveRound):
             )
         unread = record = None
         if bodies:
-            record = jnp.zeros((layout.rows, 2), jnp.float32)
+            record = jnp.zeros((layout.rows, 4), jnp.float32)
             size = len(self.boundaries) * self.policy.hidden_size
             features = jnp.zeros((layout.rows, _WINDOW, size), jnp.dtype(self.policy.dtype))
             unread = Unread(jnp.zeros((layout.rows, _WINDOW), jnp.int32), features, none)

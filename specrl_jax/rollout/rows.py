@@ -33,7 +33,7 @@ class Rows:
         held by the whole group, `[r]`.
     length: tokens in the cache, `[r]`.
     drafter: the drafter's state, or None.
-    unread: what the drafter has yet to read, and record: drafts of late and how many of them were accepted, `[r, 2]`;
+    unread: what the drafter has yet to read, and record: what came of drafts of late, `[r, 4]` (`row_acceptance`);
         None where the draft length is fixed.
     sequence: which sequence the row holds, `[r]`.
     keys: its noise key, `[r, 2]`.
@@ -50,7 +50,7 @@ class Rows:
     length: Int[Array, "r"]
     drafter: Any
     unread: Unread | None
-    record: Float[Array, "r 2"] | None
+    record: Float[Array, "r 4"] | None
     sequence: Int[Array, "r"]
     keys: UInt32[Array, "r 2"]
     last_token: Int[Array, "r"]

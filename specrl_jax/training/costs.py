@@ -29,6 +29,7 @@ from specrl_jax.rollout.noise import sequence_keys
 from specrl_jax.rollout.pool import Pool
 from specrl_jax.rollout.queue import Batch
 
+_DEAR = 1e9  # seconds that no draft is worth
 _LEAST, _MOST, _BUDGET_S = 3, 15, 10.0  # turns of measuring, and what they may take
 
 Step = Callable[[Any, Any, Batch], Batch]
@@ -90,7 +91,7 @@ class Timed:
     def __call__(self, params: PolicyParams, draft: Any, batch: Batch | None = None) -> float:
         """Seconds per round; `batch` in place of the rows that are its own."""
         start = time.perf_counter()
-        rest = replace(batch or self.batch, pool=None)  # type: ignore[arg-type]
+        rest = replace(self.batch if batch is None else batch, pool=None)  # type: ignore[arg-type]
         self.pool, tokens = self.program(params, draft, rest, self.pool)
         jax.block_until_ready(tokens)
         return (time.perf_counter() - start) / self.rounds
@@ -142,24 +143,26 @@ def _cases(bodies: Sequence[Body], longest: int) -> list[tuple[Body, int]]:
     """What is timed of bodies of as many rows: each with all the drafts that there can be, the smallest that has any
     with one too."""
     most = max(body.depth(longest) for body in bodies)
-    cases = [(body, most if body.steps else 0) for body in bodies]
-    drafting = [body for body in bodies if body.steps]
+    cases = [(body, most if body.depth(longest) else 0) for body in bodies]
+    drafting = [body for body in bodies if body.depth(longest)]
     return cases + ([(min(drafting, key=lambda body: body.tokens), 1)] if most > 1 else [])
 
 
 def _cost(typical: Mapping[tuple[Body, int], float], body: Body) -> tuple[float, float]:
-    """Seconds of a body whose rows draft their even share, and of another draft step, from those of the cases."""
-    one = [(other, steps) for other, steps in typical if other.rows == body.rows and steps == 1]
+    """Seconds of a body after one draft step, and of another step, from those of the cases."""
     made = max(steps for other, steps in typical if other.rows == body.rows)
-    step = max(0.0, (typical[one[0][0], made] - typical[one[0]]) / (made - 1)) if one and made > 1 else 0.0
-    return typical[body, made if body.steps else 0] - step * (made - body.steps if body.steps else 0), step
+    short = [other for other, steps in typical if other.rows == body.rows and steps == 1]
+    step = max(0.0, (typical[short[0], made] - typical[short[0], 1]) / (made - 1)) if made > 1 else 0.0
+    steps = made if (body, made) in typical else 0
+    return typical[body, steps] - step * max(0, steps - 1), step
 
 
 def _forced(batch: Batch, bodies: Sequence[Body], body: Body, steps: int) -> Batch:
-    """A batch whose rounds are of one body of several, after one draft step or all of them."""
+    """A batch whose rounds are of one body of several, after one draft step or all of them: no other body is worth its
+    price, and no draft is worth that of another step, or all are."""
     index = bodies.index(body)
-    seconds = np.where(np.arange(len(bodies)) == index, 1.0, 1e12)
-    control = initial_control(seconds, per_step=1e6 if steps == 1 else -1e6)
+    seconds = np.where(np.arange(len(bodies)) == index, 1.0, _DEAR)
+    control = initial_control(seconds, per_step=_DEAR if steps == 1 else -_DEAR)
     return replace(batch, control=control, plan=Plan(jnp.int32(index), jnp.float32(1.0)))
 
 
@@ -169,7 +172,10 @@ def _rounds_of(engine: RolloutEngine, bodies: tuple[Body, ...], context: int, ro
     batch = standing_batch(own, bodies[0].rows, context, initial_control(np.ones(len(bodies))))
 
     def step(params: PolicyParams, draft: Any, batch: Batch) -> Batch:
-        return replace(own.planned_round(params, draft, batch, bodies[0].rows), plan=batch.plan)
+        after = own.planned_round(params, draft, batch, bodies[0].rows)
+        # Planning takes time too, though what it says is not followed.
+        plan, _ = jax.lax.optimization_barrier((batch.plan, after.plan))
+        return replace(after, plan=plan)
 
     return timed_rounds(step, batch, rounds)
 
@@ -219,7 +225,7 @@ def save_costs(path: Path, control: Control, bodies: tuple[Body, ...], of: str) 
         "of": of,
         "bodies": table,
         "per_slot": float(control.per_slot),
-        "per_step": np.asarray(control.per_step).tolist(),
+        "steps": np.asarray(control.per_step).tolist(),
     }
     whole = path.with_name(f".{path.name}.new")
     whole.write_text(json.dumps(costs, indent=1) + "\n")
@@ -232,7 +238,9 @@ def load_costs(path: Path, bodies: tuple[Body, ...], of: str) -> Control:
         costs = json.loads(path.read_text())
         saved = tuple(Body(int(rows), int(tokens)) for rows, tokens, _ in costs["bodies"])
         seconds = np.array([entry[2] for entry in costs["bodies"]])
-        per_slot, per_step = float(costs["per_slot"]), np.array(costs["per_step"], float)
+        per_slot, per_step = float(costs["per_slot"]), np.array(costs["steps"], float)
+        if per_step.shape != seconds.shape:
+            raise ValueError("steps are not one for each round")
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise InputError(f"cost table {path} cannot be read ({error}); delete it to measure anew") from error
     if saved != bodies:

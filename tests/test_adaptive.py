@@ -220,6 +220,28 @@ def test_a_round_is_as_long_as_its_drafts_are_sure():
         assert found == 1 + int(np.argmax(gains))
 
 
+@pytest.mark.parametrize("per_row", [True, False])
+def test_drafts_are_worth_what_the_rows_that_verify_them_save(per_row):
+    """Three rows, one of them ended: of the bodies' tokens each live row takes one."""
+    bodies = tuple(enumerate(Body(3, tokens) for tokens in (4, 6, 12, 24)))
+    control, rng = initial_control(np.array([1.0, 1.15, 1.5, 2.2])), np.random.default_rng(0)
+    chosen = set()
+    for _ in range(200):
+        worth = rng.uniform(0.1, 0.5, (3, 1)) * np.cumprod(rng.uniform(0.2, 1.0, (3, 7)), axis=1)
+        worth[2] = 0.0
+        found = best_verified(
+            control, bodies, 7, jnp.asarray(worth, jnp.float32), jnp.int32(2), jnp.float32(0.5), per_row
+        )
+        gains = []
+        for i, body in bodies:
+            drafts, room = worth[:, : body.depth(7)], body.tokens - 2
+            saved = np.sort(drafts.ravel())[::-1][:room].sum() if per_row else drafts[:, : room // 2].sum()
+            gains.append(saved - 0.5 * float(control.seconds[i]))
+        assert int(found) == int(np.argmax(gains))
+        chosen.add(int(found))
+    assert len(chosen) > 2
+
+
 def test_learning_counts_what_was_judged():
     control, record = learn(
         initial_control(np.ones(2)),

@@ -287,17 +287,27 @@ def best_verified(
     worth: Float[Array, "r k"],
     count: Int[Array, ""],
     per_second: Float[Array, ""],
+    per_row: bool = True,
 ) -> Int[Array, ""]:
-    """Number of the body, of numbered ones of as many rows, whose best drafts save most beyond what its time must.
+    """Number of the body, of numbered ones of as many rows, whose drafts save most beyond what its time must.
 
-    `worth` is what each draft saves; `count` rows are live. The steps that made the drafts are over and count no more.
+    Args:
+        worth: what each draft saves. The steps that made the drafts are over and count no more.
+        count: live rows. per_second: what a second must save (`Plan`).
+        per_row: the best drafts are verified (`allocate`), else as many of each row (`share`).
     """
-    best = {d: _best(worth[:, :d]) for d in sorted({body.depth(longest) for _, body in bodies})}
-    gains = [
-        _of_best(best[body.depth(longest)], body.tokens - count) - per_second * control.seconds[index]
-        for index, body in bodies
-    ]
-    return jnp.array([index for index, _ in bodies], jnp.int32)[jnp.argmax(jnp.stack(gains))]
+
+    def gain(index: int, body: Body) -> Float[Array, ""]:
+        drafts, budget = worth[:, : body.depth(longest)], body.tokens - count
+        if per_row:
+            gained = _of_best(_best(drafts), budget)
+        else:
+            step = jnp.arange(drafts.shape[1], dtype=jnp.int32)[None]
+            gained = jnp.sum(jnp.where(step < share(drafts, budget)[:, None], drafts, 0.0))
+        return gained - per_second * control.seconds[index]
+
+    gains = jnp.stack([gain(index, body) for index, body in bodies])
+    return jnp.array([index for index, _ in bodies], jnp.int32)[jnp.argmax(gains)]
 
 
 def allocate(worth: Float[Array, "r k"], budget: Int[Array, ""]) -> Int[Array, "r"]:

@@ -64,7 +64,7 @@ class RolloutEngine(SequenceQueue):
         bodies = [(i, b) for i, b in enumerate(self.config.bodies_for(self._all_rows(batch))) if b.rows == size]
         drafting = [(index, body) for index, body in bodies if body.depth(longest)]
         drafts = jnp.any(plan.body == jnp.array([index for index, _ in drafting], jnp.int32))
-        slots = jnp.where(drafts, 1 + self.depth(bodies), 1)
+        slots = jnp.where(drafts, 1 + self.depth(bodies), 1)  # how many are verified is not known yet
         before, pool, live, batch = self._grown(batch, slots)
         rows, drafted, chosen = before, self.no_drafts(size, bodies), plan.body
         if drafting:
@@ -74,7 +74,8 @@ class RolloutEngine(SequenceQueue):
 
             rows, drafted = once(drafts, draft, (rows, drafted))
             count = jnp.sum(live, dtype=jnp.int32)
-            best = best_verified(control, drafting, longest, drafted.worth, count, plan.per_second)
+            per_row = self.config.per_row
+            best = best_verified(control, drafting, longest, drafted.worth, count, plan.per_second, per_row)
             chosen = jnp.where(drafts, best, chosen)
         state = rows, pool, batch.trajectory, control
         for index, body in bodies:

@@ -1,0 +1,217 @@
+"""What the controller plans, deals and learns, against sums by hand."""
+
+from dataclasses import replace
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from specrl_jax.rollout.control import (
+    BINS,
+    Body,
+    allocate,
+    best_verified,
+    bin_of,
+    default_bodies,
+    fade,
+    forget,
+    initial_control,
+    learn,
+    overall_acceptance,
+    plan_round,
+    seconds_per_token,
+    share,
+    worth_another_step,
+    worth_of_tokens,
+)
+
+pytestmark = pytest.mark.ci
+
+
+def test_rows_that_share_alike_have_as_many_drafts_as_there_is_room_for():
+    survival = jnp.array([[0.9, 0.8, 0.7], [0.5, 0.1, 0.0], [0.0, 0.0, 0.0]], jnp.float32)
+    for budget, lengths in ((0, [0, 0, 0]), (1, [0, 0, 0]), (2, [1, 1, 0]), (5, [2, 2, 0]), (9, [3, 2, 0])):
+        np.testing.assert_array_equal(share(survival, jnp.int32(budget)), lengths)
+
+
+def test_dealing_takes_the_prefixes_that_save_most():
+    rng = np.random.default_rng(0)
+    for _ in range(50):
+        survival = np.cumprod(rng.choice([0.0, 0.3, 0.9, 1.0], (5, 6)), axis=1)
+        worth = (survival * rng.choice([0.1, 0.3, 1.0], (5, 1))).astype(np.float32)
+        budget = int(rng.integers(0, 31))
+        lengths = np.asarray(allocate(jnp.asarray(worth), jnp.int32(budget)))
+        assert lengths.sum() == min(budget, (worth > 0).sum())
+        taken = np.arange(6)[None] < lengths[:, None]
+        best = np.sort(worth.ravel())[::-1][: lengths.sum()]
+        np.testing.assert_allclose(np.sort(worth[taken])[::-1], best, atol=1e-6)
+
+
+def test_a_token_is_worth_more_to_a_row_that_gets_few():
+    """Another token a round saves a row `1 / x - 1 / (x + 1)` rounds per token, to first order `1 / x**2`."""
+    control, record = (
+        initial_control(np.ones(2)),
+        jnp.array([[1e6, 0.8e6, 0, 0], [1e6, 0.1e6, 0, 0], [1e6, 0.8e6, 0, 0]]),
+    )
+    live = jnp.array([True, True, False])
+    for steps in (0, 1, 3):
+        tokens = [sum(p**i for i in range(1 + steps)) for p in (0.8, 0.1)]
+        worth = worth_of_tokens(control, 3, jnp.int32(steps), live, record)
+        np.testing.assert_allclose(worth, [*(1.0 / x**2 for x in tokens), 0.0], rtol=1e-4)
+    # A row for which much was planned, and that got nothing beyond its own tokens, comes to be worth more.
+    passed_over = record.at[0, 2:].set(jnp.array([40.0, 40.0]))
+    worth = worth_of_tokens(control, 3, jnp.int32(3), live, passed_over)
+    np.testing.assert_allclose(worth[0], (44.0 / (40.0 + 4.0 * 2.952)) ** 2, rtol=1e-4)
+
+
+def test_a_draft_is_worth_what_it_adds_to_those_that_are_verified():
+    """Two rows, two drafts each so far; every further draft is taken to survive 0.9 of the last."""
+    control = initial_control(np.ones(1))
+    none, token = jnp.zeros((2, 4), jnp.float32), jnp.array([0.5, 0.25])
+
+    def worth(survival, budget, *prices):
+        drafted, prices = none.at[:, :2].set(jnp.array(survival, jnp.float32)), map(jnp.float32, prices)
+        return bool(worth_another_step(control, drafted, token, jnp.int32(2), jnp.int32(budget), *prices))
+
+    acceptance = float(overall_acceptance(control))  # at every depth, since nothing was learned
+    even, uneven = [[0.8, 0.6], [0.8, 0.6]], [[0.9, 0.9], [0.3, 0.05]]
+    third = 0.6 * acceptance * np.asarray(token)
+    # Of four drafts the first row's third takes the place of the other's second.
+    instead = 0.5 * 0.9 * acceptance - 0.25 * 0.05
+    for factor, worthwhile in ((0.99, True), (1.01, False)):
+        assert worth(even, 8, factor * third.sum(), 0.0) == worthwhile
+        assert worth(even, 5, factor * third[0], 0.0) == worthwhile
+        assert worth(uneven, 4, factor * instead, 0.0) == worthwhile
+        # Where a token has its price too, only the first row's is worth it.
+        assert worth(even, 8, factor * 0.1 * third[0], 0.9 * third[0]) == worthwhile
+    assert not worth([[0.8, 0.6], [0.8, 0.6]], 2, 0.0, 0.0)
+
+
+def test_a_round_is_as_long_as_its_drafts_are_sure():
+    bodies = tuple(enumerate(Body(1, tokens) for tokens in (1, 2, 4, 8)))
+    seconds = np.array([1.0, 1.1, 1.3, 1.7])
+    control = initial_control(seconds, per_step=0.05)
+    np.testing.assert_allclose(seconds_per_token(control, bodies), 0.1, rtol=1e-5)
+    np.testing.assert_allclose(seconds_per_token(control, bodies[2:3]), 0.0)
+    count, per_second = jnp.int32(1), jnp.float32(0.5)
+    rng = np.random.default_rng(0)
+    for _ in range(200):
+        survival = np.cumprod(rng.uniform(0.2, 1.0, (1, 7)), axis=1).astype(np.float32)
+        kept = np.where(np.arange(7) < rng.integers(1, 8), survival, 0.0)
+        found = int(best_verified(control, bodies[1:], 7, jnp.asarray(0.3 * kept, jnp.float32), count, per_second))
+        gains = [0.3 * kept[0, : body.tokens - 1].sum() - 0.5 * seconds[i] for i, body in bodies[1:]]
+        assert found == 1 + int(np.argmax(gains))
+
+
+@pytest.mark.parametrize("per_row", [True, False])
+def test_drafts_are_worth_what_the_rows_that_verify_them_save(per_row):
+    """Three rows, one of them ended: of the bodies' tokens each live row takes one."""
+    bodies = tuple(enumerate(Body(3, tokens) for tokens in (4, 6, 12, 24)))
+    control, rng = initial_control(np.array([1.0, 1.15, 1.5, 2.2])), np.random.default_rng(0)
+    chosen = set()
+    for _ in range(200):
+        worth = rng.uniform(0.1, 0.5, (3, 1)) * np.cumprod(rng.uniform(0.2, 1.0, (3, 7)), axis=1)
+        worth[2] = 0.0
+        found = best_verified(
+            control, bodies, 7, jnp.asarray(worth, jnp.float32), jnp.int32(2), jnp.float32(0.5), per_row
+        )
+        gains = []
+        for i, body in bodies:
+            drafts, room = worth[:, : body.depth(7)], body.tokens - 2
+            saved = np.sort(drafts.ravel())[::-1][:room].sum() if per_row else drafts[:, : room // 2].sum()
+            gains.append(saved - 0.5 * float(control.seconds[i]))
+        assert int(found) == int(np.argmax(gains))
+        chosen.add(int(found))
+    assert len(chosen) > 2
+
+
+def test_learning_counts_what_was_judged():
+    control, record = learn(
+        initial_control(np.ones(2)),
+        jnp.zeros((3, 4)),
+        confidence=jnp.full((3, 4), 0.5),
+        lengths=jnp.array([4, 2, 0], jnp.int32),
+        accepted=jnp.array([1, 2, 0], jnp.int32),
+        counted=jnp.array([True, True, True]),
+    )
+    here = int(bin_of(jnp.float32(0.5)))
+    assert (control.drafted[here] - 2.0, control.accepted[here]) == (4.0, 2.0 * (here + 0.5) / BINS + 3.0)
+    np.testing.assert_array_equal(record, [[2, 1, 2, 1], [2, 2, 3, 1], [0, 0, 1, 1]])
+    promised = float(overall_acceptance(initial_control(np.ones(2))))
+    np.testing.assert_allclose(control.by_depth[0, :3], [2 * promised, 2 * promised, 0.0], rtol=1e-6)
+    np.testing.assert_array_equal(control.by_depth[1, :3], [2.0, 1.0, 0.0])
+
+
+def test_what_deep_drafts_are_worth_is_learned_by_depth():
+    """The first two drafts are always accepted and the third never: three are as good as two."""
+    bodies = tuple(Body(8, 8 * (1 + drafts)) for drafts in (1, 2, 3))
+    control, record = initial_control(np.array([1.0, 1.01, 1.02])), jnp.zeros((8, 4))
+    live, none = jnp.ones((8,), bool), jnp.int32(0)
+
+    def choice(control):
+        return int(plan_round(control, bodies, 3, live, record, none, jnp.int32(-1)).body)
+
+    assert choice(control) == 2
+    for _ in range(50):
+        accepted, lengths = jnp.full((8,), 2, jnp.int32), jnp.full((8,), 3, jnp.int32)
+        control, record = learn(control, record, jnp.full((8, 3), 0.7), lengths, accepted, live)
+    assert choice(control) == 1
+    last = replace(control, seconds=control.seconds[2:], per_step=control.per_step[2:])
+    rounds = float(plan_round(last, bodies[2:], 3, live, record, none, none).per_second) * 1.02
+    np.testing.assert_allclose(rounds, 8 / 3.0, rtol=0.02)
+
+
+def test_what_was_learned_fades_to_the_first_belief():
+    begun = initial_control(np.ones(2))
+    control = replace(begun, drafted=begun.drafted + 1000.0, accepted=begun.accepted + 10.0)
+    for _ in range(400):
+        control = forget(control)
+    np.testing.assert_allclose(control.drafted, begun.drafted, rtol=1e-5)
+    np.testing.assert_allclose(control.accepted, begun.accepted, rtol=1e-5)
+    assert float(forget(replace(begun, drafted=begun.drafted + 10.0)).drafted[0]) == 11.5
+
+
+def test_the_choice_follows_costs_and_live_rows():
+    bodies = default_bodies(16, 7)
+    assert len(bodies) == 12
+    # A round costs one unit and a twentieth for every token.
+    control = initial_control(np.array([1.0 + 0.05 * body.tokens for body in bodies]))
+    record = jnp.full((16, 4), 100.0)
+
+    def choice(live, record, now=-1):
+        rows = jnp.arange(16) < live
+        return bodies[int(plan_round(control, bodies, 7, rows, record, jnp.int32(0), jnp.int32(now)).body)]
+
+    assert choice(1, record) == Body(1, 8)
+    assert choice(16, record * jnp.array([[1.0, 0.01, 1.0, 1.0]])) == Body(16, 16)
+    assert choice(4, record).rows == 4
+    # It stays where it is unless another body is clearly better.
+    stay = bodies.index(Body(16, 16))
+    assert choice(16, record * jnp.array([[1.0, 0.01, 1.0, 1.0]]), stay) == Body(16, 16)
+
+
+def test_a_round_that_serves_only_the_surest_rows_is_not_chosen():
+    """Half of the rows accept nearly everything, half of them nothing: these wait for every dearer round."""
+    bodies = (Body(8, 16), Body(8, 64))
+    control, live = initial_control(np.array([1.0, 2.0])), jnp.ones((8,), bool)
+    for accepted, chosen in ((98.0, bodies[1]), (2.0, bodies[0])):
+        record = jnp.full((8, 4), 100.0).at[:4, 1].set(accepted)
+        assert bodies[int(plan_round(control, bodies, 7, live, record, jnp.int32(0), jnp.int32(-1)).body)] == chosen
+
+
+def test_a_few_refusals_do_not_end_drafting():
+    """Without drafts nothing is learned: a row gives up after many refused ones, and tries again some time."""
+    bodies = tuple(Body(1, tokens) for tokens in (1, 2, 4, 8))
+    control = initial_control(np.array([0.0218, 0.0313, 0.0353, 0.0438]))
+
+    def drafts(record):
+        live, now = jnp.ones((1,), bool), jnp.int32(-1)
+        return bodies[int(plan_round(control, bodies, 7, live, record, jnp.int32(0), now).body)].tokens > 1
+
+    assert drafts(jnp.zeros((1, 4)))
+    assert drafts(jnp.array([[2.0, 0.0, 1.0, 1.0]]))
+    record = jnp.array([[30.0, 0.0, 30.0, 30.0]])
+    assert not drafts(record)
+    for _ in range(150):
+        record = fade(record)
+    assert drafts(record)

@@ -9,7 +9,7 @@ position `p`) with the token `x_{p+1}` that the policy emitted there, and says
 something about `x_{p+2}`. After a prefill of `n` prompt tokens and one sampled
 token, `n` pairs are read; after a round that emitted `m` tokens, `m` more. A prompt's first token is in no pair:
 a drafter that must know it has a method `read_first`. One that often has nothing to propose may tell so before a round
-is chosen, `can_draft`.
+is planned, `can_draft`.
 
 Drafters that look for earlier text do not need pairs: what has been read and emitted so far,
 by all sequences of the rollout, is shown to every drafter as `Texts`.

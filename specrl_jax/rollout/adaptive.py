@@ -1,8 +1,8 @@
 """A round whose drafts are dealt out while it runs.
 
-The plan (`rollout/control.py`) says whether to draft. The drafter proposes chains, one
-token of every row at a time, until another is not worth its time; a body is chosen that the drafts are worth, its
-tokens go to those that save most, and the policy reads them packed, rows of different lengths side by side.
+The plan (`rollout/control.py`) says whether to draft. The drafter proposes chains, one token of every row at a time,
+until another is not worth its time; a body is chosen that the drafts are worth, its tokens go to those that save most,
+and the policy reads them packed, rows of different lengths side by side.
 
 Without drafts the drafter does nothing: features of tokens that it has not read wait in a ring per row and
 are read when drafting resumes; of a row that has fallen behind further, the drafter starts anew at the ring's first.

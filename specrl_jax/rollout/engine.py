@@ -34,7 +34,7 @@ from specrl_jax.rollout.rows import Rows
 from specrl_jax.rollout.trajectory import Trajectory
 
 
-def once(condition: Bool[Array, ""], do: Callable[[Any], Any], state: Any) -> Any:
+def when(condition: Bool[Array, ""], do: Callable[[Any], Any], state: Any) -> Any:
     """`do(state)` under a condition: a loop of at most one trip keeps the cache in place; of `lax.cond` XLA copies
     it."""
     _, state = lax.while_loop(lambda s: s[0], lambda s: (jnp.bool_(False), do(s[1])), (condition, state))
@@ -72,7 +72,7 @@ class RolloutEngine(SequenceQueue):
             def draft(state: tuple[Rows, Drafted]) -> tuple[Rows, Drafted]:
                 return self.draft(params, draft_params, state[0], batch.trajectory, control, drafting, live, plan)
 
-            rows, drafted = once(drafts, draft, (rows, drafted))
+            rows, drafted = when(drafts, draft, (rows, drafted))
             count = jnp.sum(live, dtype=jnp.int32)
             per_row = self.config.per_row
             best = best_verified(control, drafting, longest, drafted.worth, count, plan.per_second, per_row)
@@ -80,7 +80,7 @@ class RolloutEngine(SequenceQueue):
         state = rows, pool, batch.trajectory, control
         for index, body in bodies:
             verify = partial(self.verify, params, draft_params, body, drafted, live)
-            state = once(chosen == index, verify, state)
+            state = when(chosen == index, verify, state)
         rows, pool, trajectory, control = state
         used = trajectory.stats.bodies.at[chosen].add(1)
         trajectory = replace(trajectory, stats=replace(trajectory.stats, bodies=used))

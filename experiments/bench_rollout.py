@@ -89,7 +89,7 @@ class Config(OneDevice):
     invariant: bool = False
     """Measure draft length 0 and the controller in invariant numerics too."""
     ladder: bool = True
-    """Move live rows into smaller batches, in all arms."""
+    """Move live rows into smaller batches, in all arms; without, every round is of all rows."""
     floors: bool = True
     """Measure the floors of bare products too; leave it out where compiling them takes too long."""
     costs: str | None = None
@@ -167,10 +167,12 @@ def rollout_of(
     config: Config, pair: Pair, work: Work, rows: int, k: int, rule: Rule, adaptive: bool, numerics: Numerics = PLAIN
 ) -> RolloutEngine:
     """The engine of one arm."""
-    ladder = (1.0, 0.25, 0.0625) if config.ladder else (1.0,)
+    ladder = (1.0, 0.5, 0.25, 0.0625) if config.ladder else (1.0,)
     settings = RolloutConfig(
         work.longest, config.samples, k, work.law, rule, adaptive=adaptive, rows=rows, ladder=ladder, smallest_rung=1
     )
+    if adaptive and not config.ladder:
+        settings = replace(settings, bodies=tuple(body for body in settings.bodies_for(rows) if body.rows == rows))
     return RolloutEngine(pair.policy, settings, numerics, drafter_for(config.drafts, pair.drafter) if k else None)
 
 

@@ -216,7 +216,10 @@ class Examiner:
     @cached_property
     def _sampler(self) -> Sampler:
         session = self.session
-        engine, config = session.engine(session.draft_length, 1, 0.0), session.config
+        config = session.config
+        # The most that a controller may choose is too many for every round of a full batch.
+        draft_length = min(3, session.draft_length) if config.speculation.adaptive else session.draft_length
+        engine = session.engine(draft_length, 1, 0.0)
         return Sampler(engine, session.mesh, "evaluation", config.run.seed, min(config.eval_problems, 256))
 
     def examine(self, params: PolicyParams, draft: Any, split: Literal["dev", "test"]) -> dict[str, Any]:

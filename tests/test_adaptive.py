@@ -12,6 +12,7 @@ from test_rollout_programs import COLLECTIVE, instructions_in_loops
 from tiny import INVARIANT, POLICY, assert_same, keys_of, random_eagle3, take_prompts, tiny_params, tiny_prompts
 from tiny import run as run_alone
 
+from specrl_jax.drafters.replay import ReplayDrafter
 from specrl_jax.errors import InputError
 from specrl_jax.models.numerics import Numerics
 from specrl_jax.parallel.mesh import DATA, MeshConfig, make_mesh
@@ -145,6 +146,12 @@ def test_what_cannot_be_chosen_from_is_refused():
     engine = engine_of(bodies=(Body(4, 4),))
     with pytest.raises(InputError, match="rollout bodies hold at most 4 rows of 15"):
         engine.rollout(tiny_params(), None, PROMPTS, KEYS, control=initial_control(np.ones(1)))
+    for body in (Body(4, 3), Body(4, 21)):
+        engine = engine_of(bodies=(Body(15, 15), body))
+        with pytest.raises(InputError, match="rollout bodies must have a token for each row and at most 4 drafts"):
+            engine.rollout(tiny_params(), None, PROMPTS, KEYS, control=initial_control(np.ones(2)))
+    with pytest.raises(InputError, match="ReplayDrafter cannot stop after any draft"):
+        replace(engine, drafter=ReplayDrafter(POLICY.vocab_size))
     engine = replace(engine, config=replace(engine.config, bodies=BODIES))
     with pytest.raises(InputError, match="7 rounds to choose from, and a cost table of 1"):
         engine.rollout(tiny_params(), None, PROMPTS, KEYS, control=initial_control(np.ones(1)))
@@ -207,7 +214,7 @@ def test_caught(monkeypatch, bug):
 
 def test_more_or_fewer_drafts_are_verified_than_planned(program):
     """Prices at which the confidence decides: rounds of several sizes, and no other token."""
-    seconds = np.array([1.0, 1.05, 1.15, 0.9, 1.1, 0.8, 1.0])
+    seconds = np.array([1.0, 1.05, 1.1, 0.9, 1.1, 0.8, 1.0])
     ours = jax.device_get(
         program(tiny_params(), random_eagle3()[1], PROMPTS, KEYS, initial_control(seconds, 0.0, 0.01))
     )

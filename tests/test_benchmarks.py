@@ -103,7 +103,7 @@ def test_a_cost_table_comes_back(tmp_path):
     np.testing.assert_array_equal(again.per_step, np.array([2e-3, 3e-3], np.float32))
     with pytest.raises(InputError, match="is of other rounds than"):
         load_costs(path, (Body(4, 4), Body(4, 8)), "this")
-    with pytest.raises(InputError, match="is of another policy, drafter or numerics; delete it"):
+    with pytest.raises(InputError, match="is of another policy, drafter, law or numerics; delete it"):
         load_costs(path, bodies, "that")
     whole = path.read_text()
     path.write_text(whole.replace("0.003", "0.003, 0.004"))

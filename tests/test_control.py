@@ -1,11 +1,13 @@
 """What the controller plans, deals and learns, against sums by hand."""
 
+import itertools
 from dataclasses import replace
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from specrl_jax.rollout.config import RolloutConfig
 from specrl_jax.rollout.control import (
     BINS,
     Body,
@@ -24,6 +26,7 @@ from specrl_jax.rollout.control import (
     worth_another_step,
     worth_of_tokens,
 )
+from specrl_jax.rollout.sampling import SamplingLaw
 
 pytestmark = pytest.mark.ci
 
@@ -171,6 +174,28 @@ def test_what_was_learned_fades_to_the_first_belief():
     assert float(forget(replace(begun, drafted=begun.drafted + 10.0)).drafted[0]) == 11.5
 
 
+def test_default_bodies_serve_any_number_of_rows():
+    for rows, longest in itertools.product((*range(1, 34), 64, 512), (1, 2, 3, 5, 7, 15)):
+        bodies = default_bodies(rows, longest)
+        assert len(set(bodies)) == len(bodies) <= 12
+        assert {Body(rows, rows), Body(rows, rows * (1 + longest))} <= set(bodies)
+        assert all(body.rows <= body.tokens <= body.rows * (1 + longest) for body in bodies)
+        RolloutConfig(8, 1, longest, SamplingLaw(end_ids=(1,)), adaptive=True).bodies_for(rows)
+
+
+def test_a_plan_pays_for_the_steps_of_the_rows_that_are_live():
+    """Two live rows of eight: 16 tokens are 7 drafts each, of at most 2."""
+    bodies, live = (Body(8, 16), Body(8, 24)), jnp.arange(8) < 2
+    for body, steps in zip(bodies, (2, 4), strict=True):
+        assert int(body.steps(7, jnp.int32(2))) == steps
+        assert int(body.steps(7, jnp.int32(8))) == steps // 2
+    record = jnp.full((8, 4), 100.0)
+    for step, chosen in ((0.0, 1), (0.5, 0)):
+        control = initial_control(np.array([1.0, 1.01]), per_step=step)
+        plan = plan_round(control, bodies, 7, live, record, jnp.int32(0), jnp.int32(-1))
+        assert int(plan.body) == chosen
+
+
 def test_the_choice_follows_costs_and_live_rows():
     bodies = default_bodies(16, 7)
     assert len(bodies) == 12
@@ -184,7 +209,9 @@ def test_the_choice_follows_costs_and_live_rows():
 
     assert choice(1, record) == Body(1, 8)
     assert choice(16, record * jnp.array([[1.0, 0.01, 1.0, 1.0]])) == Body(16, 16)
-    assert choice(4, record).rows == 4
+    # Sure drafts take the room of rows that have ended; doubtful ones do not pay for it.
+    assert choice(4, record) == Body(8, 32)
+    assert choice(4, record * jnp.array([[1.0, 0.5, 1.0, 1.0]])).rows == 4
     # It stays where it is unless another body is clearly better.
     stay = bodies.index(Body(16, 16))
     assert choice(16, record * jnp.array([[1.0, 0.01, 1.0, 1.0]]), stay) == Body(16, 16)

@@ -119,10 +119,12 @@ class AdaptiveRound(Round):
         rows = self.catch_up(params, draft_params, rows)
         drafter, embed, depth = self.chain_drafter, params.embed, self.depth(bodies)
         choose, begun = self._chooser(rows), self.no_drafts(live.shape[0], bodies)
-        budget = max(body.tokens for _, body in bodies) - jnp.sum(live, dtype=jnp.int32)
+        count = jnp.sum(live, dtype=jnp.int32)
+        budget = max(body.tokens for _, body in bodies) - count
         room = jnp.where(live, rows.limit - 1 - rows.emitted, 0)
         longest = self.config.draft_length
-        steps = jnp.max(jnp.array([jnp.where(plan.body == index, body.steps(longest), 0) for index, body in bodies]))
+        planned = [jnp.where(plan.body == index, body.steps(longest, count), 0) for index, body in bodies]
+        steps = jnp.max(jnp.stack(planned))
         assert rows.record is not None
         worth = worth_of_tokens(control, depth, steps, live, rows.record)
         step_price = plan.per_second * control.per_step[bodies[0][0]]

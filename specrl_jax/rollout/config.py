@@ -17,17 +17,18 @@ class RolloutConfig:
     """max_new_tokens: response tokens at most, end token included.
 
     samples_per_prompt: size of a prompt's group.
-    draft_length: drafts per round on the longest path, 0 for autoregressive decoding; the most there can be where
-        the draft length is adaptive.
+    draft_length: drafts per round on the longest path, 0 for autoregressive decoding; the most of a row where the
+        draft length is adaptive.
     law: the sampling law; its end tokens close a response.
     rule: how drafts are drawn and judged, in chains or trees.
     adaptive: choose the drafts of every round while it runs (`rollout/control.py`); chains, and rule match.
     per_row: of an adaptive draft length, drafts go to the rows where they save most; else all rows have as many.
-    bodies: compiled rounds to choose from, at most 12; by default those of `default_bodies`. The ladder is theirs then.
+    bodies: compiled rounds to choose from, at most 12; by default those of `default_bodies`. Where drafts are adaptive
+        the ladder is theirs, and the two fields of that name below say nothing.
     rows: sequences that are decoded at the same time, on each device; the others wait. By default all.
     cache_bytes: for the keys and values of policy and drafter, on each device; sequences wait, or sit rounds out, when
         they do not fit. By default enough for all rows at full length, a prompt counted once for its group.
-    ladder: fractions of the rows that the live ones are decoded in as their number falls, in order.
+    ladder: fractions of the rows that the live ones are decoded in as their number falls.
     smallest_rung: fewer rows than this get no rung of their own: each one is compiled.
     """
 
@@ -88,8 +89,12 @@ class RolloutConfig:
             raise InputError(f"rollout bodies hold at most {max(body.rows for body in bodies)} rows of {rows}; add one")
         if len(set(bodies)) < len(bodies):
             raise InputError(f"rollout bodies names a round twice; got {bodies}")
-        if any(body.rows > rows or body.tokens < body.rows for body in bodies):
-            raise InputError(f"rollout bodies must have at most {rows} rows and a token for each; got {bodies}")
+        if any(not body.rows <= body.tokens <= body.rows * (1 + self.draft_length) for body in bodies):
+            raise InputError(
+                f"rollout bodies must have a token for each row and at most {self.draft_length} drafts; got {bodies}"
+            )
+        if any(body.rows > rows for body in bodies):
+            raise InputError(f"rollout bodies must have at most {rows} rows; got {bodies}")
         return bodies
 
     def rungs(self, rows: int) -> tuple[int, ...]:

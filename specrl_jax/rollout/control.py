@@ -2,8 +2,8 @@
 
 Speculation pays while the rows' seconds per token fall with a round's drafts. `Control` holds what
 is needed to tell: seconds of every compiled round (a `Body`, known by its rows and tokens), and how
-often drafts have been accepted, by the drafter's confidence, by depth and by row. It is data, not code: the
-same program runs under any cost table, and a table that is saved and restored decides alike.
+often drafts have been accepted, by the drafter's confidence and by depth; rows keep records of their own. It is data,
+not code: the same program runs under any cost table, and a table that is saved and restored decides alike.
 
 What is made small is the mean over rows of seconds per token: a row that expects `x` tokens of a round needs `1 / x`
 rounds for each. Tokens per second of all rows together would send the drafts to the surest rows, and a batch ends
@@ -53,9 +53,9 @@ class Body:
     rows: int
     tokens: int
 
-    def steps(self, longest: int) -> int:
-        """Draft steps that an even share of its tokens takes."""
-        return min(longest, -(-(self.tokens - self.rows) // self.rows))
+    def steps(self, longest: int, live: Int[Array, ""]) -> Int[Array, ""]:
+        """Draft steps that an even share of its tokens takes, where so many rows are live."""
+        return jnp.minimum(self.depth(longest), -(-(self.tokens - live) // jnp.maximum(live, 1)))
 
     def depth(self, longest: int) -> int:
         """Drafts of a row at most: twice its even share, so that rows can differ."""
@@ -64,13 +64,19 @@ class Body:
 
 
 def default_bodies(rows: int, longest: int) -> tuple[Body, ...]:
-    """At most 12: of three sizes (all rows, about a quarter, and fewer), each with 0, 1, 3, 7 drafts a row; of fewer
-    sizes with 2 and 5 too."""
-    sizes = [rows]
-    while sizes[-1] > 1 and len(sizes) < 3:
-        sizes.append(max(1, -(-sizes[-1] // 4)) if len(sizes) < 2 or sizes[-1] > 8 else 1)
-    shares = sorted({min(share, longest) for share in ((0, 1, 3, 7) if len(sizes) > 2 else (0, 1, 2, 3, 5, 7))})
-    return tuple(Body(size, size * (1 + share)) for size in sizes for share in shares)
+    """At most 12: of all rows, a half, a quarter and a sixteenth of them, or of four rows and fewer all and one.
+
+    Long-tailed responses leave few rows live for long: sizes that follow them pay more than finer numbers of drafts.
+    The half has none without drafts, so that there are no more than 12.
+    """
+    shares: dict[int, tuple[int, ...]]
+    if rows <= 4:
+        shares = dict.fromkeys((rows, 1), (0, 1, 2, 3, 5, longest))
+    else:
+        parts = {1: (0, 1, 3, longest), 2: (1, 3), 4: (0, 1, 3), 16: (0, 3, longest)}
+        shares = {-(-rows // part): own for part, own in parts.items()}
+    bodies = {Body(size, size * (1 + min(share, longest))) for size, own in shares.items() for share in own}
+    return tuple(sorted(bodies, key=lambda body: (-body.rows, body.tokens)))
 
 
 @struct.dataclass
@@ -221,7 +227,7 @@ def plan_round(
         [count.astype(jnp.float32) - _of_best(saved[b.depth(longest)], b.tokens - count) for b in bodies]
     )
     fits = jnp.array([body.rows for body in bodies], jnp.int32) >= count
-    further = jnp.array([max(0, body.steps(longest) - 1) for body in bodies], jnp.float32)
+    further = jnp.stack([jnp.maximum(body.steps(longest, count) - 1, 0) for body in bodies]).astype(jnp.float32)
     seconds = control.seconds + control.per_step * further + control.per_slot * slots.astype(jnp.float32)
     wait = jnp.where(fits, rounds * seconds, jnp.inf)
     best = jnp.argmin(wait).astype(jnp.int32)
@@ -290,6 +296,8 @@ def best_verified(
     per_row: bool = True,
 ) -> Int[Array, ""]:
     """Number of the body, of numbered ones of as many rows, whose drafts save most beyond what its time must.
+
+    All of them verify drafts, so that one is told where no draft is worth anything too.
 
     Args:
         worth: what each draft saves. The steps that made the drafts are over and count no more.

@@ -4,7 +4,7 @@
    their last token), and their samples take rows, which share the pages of the prompt.
 2. Rounds (`rollout/round.py`), in `lax.while_loop`s without the host. A row starts a round with
    its newest token, which at first is the last of the prompt, not yet in the cache.
-3. As sequences end, others take their rows. When none are left to wait, the live rows move into
+3. As sequences end, others take their rows. When none can start, the live rows move into
    a smaller batch: the ladder, one compiled loop per rung. The cache stays where it is.
 
 By default (`Match`) the emitted token is always the policy's draw with noise keyed by
@@ -143,7 +143,7 @@ class RolloutEngine(SequenceQueue):
             control: where the draft length is adaptive, what chooses it; the trajectory has it as it ends.
 
         Raises:
-            InputError: prompts or cache budget do not fit, or the cost table is not of this rollout's bodies.
+            InputError: prompts or cache budget do not fit, or the cost table has not an entry for each body.
         """
         batch = self.finish(params, draft_params, self.empty_batch(prompts, control, limits), keys)
         return replace(batch.trajectory, control=batch.control)

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
-from specrl_jax.drafters.protocol import Choice, Choose, Drafter, Texts, most_drafts
+from specrl_jax.drafters.protocol import ChainDrafter, Choice, Choose, Drafter, Texts, most_drafts
 from specrl_jax.errors import InputError
 from specrl_jax.models.cache import KVCache, keep_path
 from specrl_jax.models.config import PolicyConfig
@@ -71,6 +71,11 @@ class Round:
     def __post_init__(self) -> None:
         if self.config.draft_length > 0 and self.drafter is None:
             raise InputError(f"draft length is {self.config.draft_length} without a drafter; give one or use 0")
+        if self.config.adaptive and not isinstance(self.drafter, ChainDrafter):
+            raise InputError(
+                f"{type(self.drafter).__name__} cannot stop after any draft, as an adaptive draft length asks; "
+                "choose a fixed one, or another drafter"
+            )
         most = most_drafts(self.drafter)
         if self.speculative and most is not None and self.config.draft_length > most:
             raise InputError(
@@ -203,7 +208,7 @@ class Round:
         """Emit what a round decided and advance every row.
 
         Args:
-            drafts: depth that each row drafted; where no row drafted any, the drafter reads nothing.
+            drafts: depth that each row drafted; in a round without drafts the drafter reads nothing.
 
         Returns:
             Rows, their cache with the round's tokens in it, and the trajectory.

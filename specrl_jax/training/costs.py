@@ -120,7 +120,10 @@ def measure_costs(
     """
     bodies, longest = engine.config.bodies_for(rows), engine.config.draft_length
     context = max(1, min(context, engine.policy.max_position_embeddings - engine.config.max_new_tokens - 1))
-    single = replace(engine, config=replace(engine.config, samples_per_prompt=1, cache_bytes=None, rows=None))
+    # No row ends while it is timed.
+    law = replace(engine.config.law, min_new_tokens=engine.config.max_new_tokens)
+    config = replace(engine.config, law=law, samples_per_prompt=1, cache_bytes=None, rows=None)
+    single = replace(engine, config=config)
     sizes = {body.rows: [b for b in bodies if b.rows == body.rows] for body in bodies}
     programs = {size: _rounds_of(single, tuple(own), context, rounds) for size, own in sizes.items()}
     cases = [(body, steps) for own in sizes.values() for body, steps in _cases(own, longest)]
@@ -214,8 +217,9 @@ def costs_at(
 
 
 def _described(engine: RolloutEngine) -> str:
-    """What a cost table is of, besides its bodies: policy, drafter and numerics, in 16 characters."""
-    return hashlib.sha256(repr((engine.policy, engine.drafter, engine.numerics)).encode()).hexdigest()[:16]
+    """What a cost table is of, besides its bodies: policy, drafter, numerics and sampling law, in 16 characters."""
+    of = engine.policy, engine.drafter, engine.numerics, engine.config.law
+    return hashlib.sha256(repr(of).encode()).hexdigest()[:16]
 
 
 def save_costs(path: Path, control: Control, bodies: tuple[Body, ...], of: str) -> None:
@@ -238,13 +242,13 @@ def load_costs(path: Path, bodies: tuple[Body, ...], of: str) -> Control:
         costs = json.loads(path.read_text())
         saved = tuple(Body(int(rows), int(tokens)) for rows, tokens, _ in costs["bodies"])
         seconds = np.array([entry[2] for entry in costs["bodies"]])
-        per_slot, per_step = float(costs["per_slot"]), np.array(costs["steps"], float)
+        per_slot, per_step, saved_of = float(costs["per_slot"]), np.array(costs["steps"], float), costs["of"]
         if per_step.shape != seconds.shape:
             raise ValueError("steps are not one for each round")
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise InputError(f"cost table {path} cannot be read ({error}); delete it to measure anew") from error
     if saved != bodies:
         raise InputError(f"cost table {path} is of other rounds than {bodies}; delete it to measure anew")
-    if costs.get("of", of) != of:
-        raise InputError(f"cost table {path} is of another policy, drafter or numerics; delete it to measure anew")
+    if saved_of != of:
+        raise InputError(f"cost table {path} is of another policy, drafter, law or numerics; delete it to measure anew")
     return initial_control(seconds, per_slot, per_step)

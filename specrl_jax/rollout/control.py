@@ -67,7 +67,7 @@ def default_bodies(rows: int, longest: int) -> tuple[Body, ...]:
     """At most 12: of all rows, a half, a quarter and a sixteenth of them, or of four rows and fewer all and one.
 
     Long-tailed responses leave few rows live for long: sizes that follow them pay more than finer numbers of drafts.
-    The half has none without drafts, so that there are no more than 12.
+    Without drafts the half is left to the whole, since responses pass through it quickly and 12 is the most.
     """
     shares: dict[int, tuple[int, ...]]
     if rows <= 4:

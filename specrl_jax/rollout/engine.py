@@ -69,14 +69,15 @@ class RolloutEngine(SequenceQueue):
         rows, drafted, chosen = before, self.no_drafts(size, bodies), plan.body
         if drafting:
 
-            def draft(state: tuple[Rows, Drafted]) -> tuple[Rows, Drafted]:
-                return self.draft(params, draft_params, state[0], batch.trajectory, control, drafting, live, plan)
+            def draft(state: tuple[Rows, Drafted, Array]) -> tuple[Rows, Drafted, Array]:
+                rows, drafted = self.draft(
+                    params, draft_params, state[0], batch.trajectory, control, drafting, live, plan
+                )
+                count, per_row = jnp.sum(live, dtype=jnp.int32), self.config.per_row
+                best = best_verified(control, drafting, longest, drafted.worth, count, plan.per_second, per_row)
+                return rows, drafted, best
 
-            rows, drafted = when(drafts, draft, (rows, drafted))
-            count = jnp.sum(live, dtype=jnp.int32)
-            per_row = self.config.per_row
-            best = best_verified(control, drafting, longest, drafted.worth, count, plan.per_second, per_row)
-            chosen = jnp.where(drafts, best, chosen)
+            rows, drafted, chosen = when(drafts, draft, (rows, drafted, chosen))
         state = rows, pool, batch.trajectory, control
         for index, body in bodies:
             verify = partial(self.verify, params, draft_params, body, drafted, live)

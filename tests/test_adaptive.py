@@ -148,7 +148,9 @@ def test_what_cannot_be_chosen_from_is_refused():
         engine.rollout(tiny_params(), None, PROMPTS, KEYS, control=initial_control(np.ones(1)))
     for body in (Body(4, 3), Body(4, 21)):
         engine = engine_of(bodies=(Body(15, 15), body))
-        with pytest.raises(InputError, match="rollout bodies must have a token for each row and at most 4 drafts"):
+        with pytest.raises(
+            InputError, match="rollout bodies must have a token for each row and at most 4 drafts a row"
+        ):
             engine.rollout(tiny_params(), None, PROMPTS, KEYS, control=initial_control(np.ones(2)))
     with pytest.raises(InputError, match="ReplayDrafter cannot stop after any draft"):
         replace(engine, drafter=ReplayDrafter(POLICY.vocab_size))
@@ -297,6 +299,13 @@ def test_where_the_first_process_has_no_cost_table_all_of_them_measure(monkeypat
     np.testing.assert_array_equal(control.seconds, table.seconds)
     saved = costs_module.load_costs(path, bodies, costs_module._described(engine))
     np.testing.assert_array_equal(saved.seconds, table.seconds)
+
+
+def test_a_cost_table_is_of_a_law_too_and_timed_rows_hardly_end():
+    law = SamplingLaw(end_ids=(1, 7), forbidden=(POLICY.vocab_size - 1,))
+    assert costs_module._described(engine_of(law=law)) != costs_module._described(engine_of())
+    timed = costs_module._hardly_ending(law, POLICY.vocab_size)
+    assert timed == replace(law, end_ids=(POLICY.vocab_size - 2,))
 
 
 @pytest.mark.parametrize("samples", [1, 4])

@@ -24,7 +24,7 @@ class RolloutConfig:
     adaptive: choose the drafts of every round while it runs (`rollout/control.py`); chains, and rule match.
     per_row: of an adaptive draft length, drafts go to the rows where they save most; else all rows have as many.
     bodies: compiled rounds to choose from, at most 12; by default those of `default_bodies`. Where drafts are adaptive
-        the ladder is theirs, and the two fields of that name below say nothing.
+        the ladder is theirs, and `ladder` and `smallest_rung` say nothing.
     rows: sequences that are decoded at the same time, on each device; the others wait. By default all.
     cache_bytes: for the keys and values of policy and drafter, on each device; sequences wait, or sit rounds out, when
         they do not fit. By default enough for all rows at full length, a prompt counted once for its group.
@@ -91,7 +91,8 @@ class RolloutConfig:
             raise InputError(f"rollout bodies names a round twice; got {bodies}")
         if any(not body.rows <= body.tokens <= body.rows * (1 + self.draft_length) for body in bodies):
             raise InputError(
-                f"rollout bodies must have a token for each row and at most {self.draft_length} drafts; got {bodies}"
+                f"rollout bodies must have a token for each row and at most {self.draft_length} drafts a row; "
+                f"got {bodies}"
             )
         if any(body.rows > rows for body in bodies):
             raise InputError(f"rollout bodies must have at most {rows} rows; got {bodies}")

@@ -28,6 +28,7 @@ from specrl_jax.rollout.engine import RolloutEngine
 from specrl_jax.rollout.noise import sequence_keys
 from specrl_jax.rollout.pool import Pool
 from specrl_jax.rollout.queue import Batch
+from specrl_jax.rollout.sampling import SamplingLaw
 
 _DEAR = 1e9  # seconds that no draft is worth
 _LEAST, _MOST, _BUDGET_S = 3, 15, 10.0  # turns of measuring, and what they may take
@@ -119,10 +120,16 @@ def measure_costs(
     counted and not small: a program per number of rows.
     """
     bodies, longest = engine.config.bodies_for(rows), engine.config.draft_length
-    context = max(1, min(context, engine.policy.max_position_embeddings - engine.config.max_new_tokens - 1))
-    # No row ends while it is timed.
-    law = replace(engine.config.law, min_new_tokens=engine.config.max_new_tokens)
-    config = replace(engine.config, law=law, samples_per_prompt=1, cache_bytes=None, rows=None)
+    longer = max(engine.config.max_new_tokens, rounds * (1 + longest))  # no row ends while it is timed
+    context = max(1, min(context, engine.policy.max_position_embeddings - longer - 1))
+    config = replace(
+        engine.config,
+        law=_hardly_ending(engine.config.law, engine.policy.vocab_size),
+        max_new_tokens=longer,
+        samples_per_prompt=1,
+        cache_bytes=None,
+        rows=None,
+    )
     single = replace(engine, config=config)
     sizes = {body.rows: [b for b in bodies if b.rows == body.rows] for body in bodies}
     programs = {size: _rounds_of(single, tuple(own), context, rounds) for size, own in sizes.items()}
@@ -140,6 +147,11 @@ def measure_costs(
     per_slot = alone * engine.page_bytes() / engine.numerics.key_block / weight_bytes
     seconds = np.maximum(seconds - per_slot * context * np.array([body.rows for body in bodies]), 0.1 * seconds)
     return initial_control(seconds, per_slot, per_step)
+
+
+def _hardly_ending(law: SamplingLaw, vocab_size: int) -> SamplingLaw:
+    """A law that costs as much and ends a response at a token that is hardly ever drawn: the last that may be."""
+    return replace(law, end_ids=(max(set(range(vocab_size)) - set(law.forbidden)),))
 
 
 def _cases(bodies: Sequence[Body], longest: int) -> list[tuple[Body, int]]:
@@ -200,7 +212,7 @@ def costs_at(
     Of several processes the first decides: where it has a table, that one is everybody's, else all of them measure.
 
     Raises:
-        InputError: the table is damaged or of other bodies.
+        InputError: the table is damaged, of other bodies or of something else.
     """
     bodies, of = engine.config.bodies_for(rows), _described(engine)
     if of_first(np.bool_(path is not None and path.exists())):

@@ -17,6 +17,7 @@ from specrl_jax.errors import InputError
 from specrl_jax.models.numerics import Numerics
 from specrl_jax.parallel.mesh import DATA, MeshConfig, make_mesh
 from specrl_jax.rollout import adaptive as adaptive_module
+from specrl_jax.rollout import engine as engine_module
 from specrl_jax.rollout.config import RolloutConfig
 from specrl_jax.rollout.control import (
     BINS,
@@ -214,14 +215,18 @@ def test_caught(monkeypatch, bug):
     assert not all(np.array_equal(getattr(ours, name), getattr(expected, name)) for name in ("tokens", "lengths"))
 
 
-def test_more_or_fewer_drafts_are_verified_than_planned(program):
+def test_more_or_fewer_drafts_are_verified_than_planned(program, monkeypatch):
     """Prices at which the confidence decides: rounds of several sizes, and no other token."""
-    seconds = np.array([1.0, 1.05, 1.1, 0.9, 1.1, 0.8, 1.0])
-    ours = jax.device_get(
-        program(tiny_params(), random_eagle3()[1], PROMPTS, KEYS, initial_control(seconds, 0.0, 0.01))
-    )
+    control = initial_control(np.array([1.0, 1.05, 1.1, 0.9, 1.1, 0.8, 1.0]), 0.0, 0.01)
+    ours = jax.device_get(program(tiny_params(), random_eagle3()[1], PROMPTS, KEYS, control))
     assert_same(ours, plain())
     assert np.count_nonzero(ours.stats.bodies[[1, 2]]) == 2
+    # What is verified is what the choice says, not the plan.
+    monkeypatch.setattr(engine_module, "best_verified", lambda _, bodies, *__: jnp.int32(bodies[0][0]))
+    smallest = adaptive(engine_of(), control)
+    assert_same(smallest, plain())
+    assert smallest.stats.bodies[1] > 0
+    assert not smallest.stats.bodies[2]
 
 
 CASES = [((1, 1), (1, 2), (1, 5)), ((2, 2), (2, 4), (2, 6)), ((2, 6),), ((2, 2),), ((4, 4), (4, 8))]

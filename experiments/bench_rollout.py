@@ -46,7 +46,7 @@ from specrl_jax.errors import InputError
 from specrl_jax.models.numerics import Numerics
 from specrl_jax.models.params import PolicyParams
 from specrl_jax.rollout.config import RolloutConfig
-from specrl_jax.rollout.control import Control
+from specrl_jax.rollout.control import Control, default_bodies
 from specrl_jax.rollout.engine import RolloutEngine
 from specrl_jax.rollout.rules import Match, Rule
 from specrl_jax.rollout.trajectory import Trajectory
@@ -167,7 +167,8 @@ def rollout_of(
     config: Config, pair: Pair, work: Work, rows: int, k: int, rule: Rule, adaptive: bool, numerics: Numerics = PLAIN
 ) -> RolloutEngine:
     """The engine of one arm."""
-    ladder = (1.0, 0.5, 0.25, 0.0625) if config.ladder else (1.0,)
+    sizes = {body.rows for body in default_bodies(rows, config.longest)} if config.ladder else {rows}
+    ladder = tuple(size / rows for size in sizes)
     settings = RolloutConfig(
         work.longest, config.samples, k, work.law, rule, adaptive=adaptive, rows=rows, ladder=ladder, smallest_rung=1
     )

@@ -153,6 +153,9 @@ def test_what_cannot_be_chosen_from_is_refused():
             InputError, match="rollout bodies must have a token for each row and at most 4 drafts a row"
         ):
             engine.rollout(tiny_params(), None, PROMPTS, KEYS, control=initial_control(np.ones(2)))
+    engine = engine_of(bodies=(Body(15, 15), Body(16, 16)))
+    with pytest.raises(InputError, match="rollout bodies must have at most 15 rows"):
+        engine.rollout(tiny_params(), None, PROMPTS, KEYS, control=initial_control(np.ones(2)))
     with pytest.raises(InputError, match="ReplayDrafter cannot stop after any draft"):
         replace(engine, drafter=ReplayDrafter(POLICY.vocab_size))
     engine = replace(engine, config=replace(engine.config, bodies=BODIES))

@@ -1,12 +1,15 @@
 """Benchmarks: options are checked, synthetic acceptance is geometric, cost tables come back, ratios are paired."""
 
+import itertools
 import json
 import re
+from types import SimpleNamespace
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from scripts import SCRIPTS, refusal, run_script
+from tiny import POLICY, random_eagle3
 
 from experiments import bench_rollout, draft_length
 from experiments.bare_products import Floors, allowed_speedup, floor_calls, floors_by_turn, live_rows
@@ -19,6 +22,8 @@ from specrl_jax.models.tree import Tree
 from specrl_jax.rollout.control import Body, initial_control
 from specrl_jax.rollout.draws import KeyedDraws
 from specrl_jax.rollout.noise import sequence_keys
+from specrl_jax.rollout.rules import Match
+from specrl_jax.rollout.sampling import SamplingLaw
 from specrl_jax.training.costs import load_costs, save_costs
 
 pytestmark = pytest.mark.ci
@@ -145,6 +150,19 @@ def test_rounds_of_suffix_drafts_look_in_siblings_and_an_earlier_epoch(monkeypat
     argv = ("--preset", "smoke", "--drafts", "suffix", "--rows", 4, "--no-parts", "--out", tmp_path / "out")
     run_script(monkeypatch, SCRIPTS["bench_round_cost"], *argv)
     assert set(seen) == {(4, (1, 4))}
+
+
+def test_fixed_and_adaptive_arms_decode_in_batches_of_the_same_sizes():
+    law = SamplingLaw(end_ids=(1,))
+    pair, work = SimpleNamespace(policy=POLICY, drafter=random_eagle3()[0]), SimpleNamespace(longest=8, law=law)
+    for ladder, rows in itertools.product((True, False), (1, 3, 4, 5, 16, 49, 64)):
+        config = bench_rollout.Config(ladder=ladder)
+        fixed, adaptive = (
+            bench_rollout.rollout_of(config, pair, work, rows, 3, Match(), chosen).config for chosen in (False, True)
+        )
+        sizes = {body.rows for body in adaptive.bodies_for(rows)}
+        assert set(fixed.rungs(rows)) == sizes
+        assert ladder == (len(sizes) > 1) or rows == 1
 
 
 def test_rollouts_are_timed_at_a_small_shape(monkeypatch, tmp_path):

@@ -181,6 +181,8 @@ def test_default_bodies_serve_any_number_of_rows():
         assert {Body(rows, rows), Body(rows, rows * (1 + longest))} <= set(bodies)
         assert all(body.rows <= body.tokens <= body.rows * (1 + longest) for body in bodies)
         RolloutConfig(8, 1, longest, SamplingLaw(end_ids=(1,)), adaptive=True).bodies_for(rows)
+    assert Body(8, 8) not in default_bodies(16, 7)
+    assert Body(8, 8) in default_bodies(16, 3)
 
 
 def test_a_plan_pays_for_the_steps_of_the_rows_that_are_live():

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +19,8 @@ from jax.experimental.compilation_cache import compilation_cache
 from scripts import DAMAGES, SCRIPTS, SMALLER, refusal, run_script, write_models
 
 from experiments import evaluate, generate, train_grpo
-from experiments.common import parse_config
+from experiments.common import RunOptions, parse_config
+from experiments.rollout_options import SpeculationOptions
 from experiments.setup import resolve_mesh
 from specrl_jax.data import arithmetic
 from specrl_jax.training import costs, grpo_run, stages
@@ -435,6 +437,17 @@ def test_a_run_killed_in_every_stage_resumes_to_the_same_bits(tmp_path, monkeypa
     assert not (out / "policy").exists()
     run_script(monkeypatch, train_grpo, *argv, "--out", out, "--resume")
     _assert_same_run(out, tmp_path / "whole")
+
+
+@pytest.mark.ci
+def test_the_evaluations_of_an_adaptive_run_draft_at_most_three(monkeypatch):
+    monkeypatch.setattr(train_grpo, "Sampler", lambda engine, *_: engine)
+    for adaptive, chosen, drafted in ((True, 7, 3), (True, 2, 2), (False, 7, 7)):
+        speculation = SpeculationOptions(adaptive=adaptive)
+        config = SimpleNamespace(speculation=speculation, run=RunOptions(), eval_problems=8)
+        engine = lambda draft_length, *_: draft_length  # noqa: E731
+        session = SimpleNamespace(config=config, draft_length=chosen, mesh=None, engine=engine)
+        assert train_grpo.Examiner(session, None)._sampler == drafted
 
 
 @pytest.mark.full

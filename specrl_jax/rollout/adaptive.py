@@ -122,11 +122,8 @@ class AdaptiveRound(Round):
         count = jnp.sum(live, dtype=jnp.int32)
         budget = max(body.tokens for _, body in bodies) - count
         room = jnp.where(live, rows.limit - 1 - rows.emitted, 0)
-        longest = self.config.draft_length
-        planned = [jnp.where(plan.body == index, body.steps(longest, count), 0) for index, body in bodies]
-        steps = jnp.max(jnp.stack(planned))
         assert rows.record is not None
-        worth = worth_of_tokens(control, depth, steps, live, rows.record)
+        worth = worth_of_tokens(control, depth, plan.steps, live, rows.record)
         step_price = plan.per_second * control.per_step[bodies[0][0]]
         token_price = plan.per_second * seconds_per_token(control, bodies)
         carry, choice = drafter.begin(draft_params, embed, rows.drafter, self.texts(rows, trajectory), depth, choose)

@@ -5,11 +5,9 @@ from dataclasses import dataclass
 
 from specrl_jax.errors import InputError
 from specrl_jax.models.tree import Tree
-from specrl_jax.rollout.control import Body, default_bodies
+from specrl_jax.rollout.control import MOST_BODIES, Body, default_bodies
 from specrl_jax.rollout.rules import Match, Rule
 from specrl_jax.rollout.sampling import SamplingLaw
-
-_MOST_BODIES = 12
 
 
 @dataclass(frozen=True)
@@ -61,8 +59,8 @@ class RolloutConfig:
                 f"an adaptive draft length needs chains of at least 1 draft and rule match, not {self.rule} with "
                 f"draft_length {self.draft_length}; choose those, or a fixed draft length"
             )
-        if self.bodies is not None and not 1 <= len(self.bodies) <= _MOST_BODIES:
-            raise InputError(f"rollout bodies names {len(self.bodies)} rounds; choose 1 to {_MOST_BODIES}")
+        if self.bodies is not None and not 1 <= len(self.bodies) <= MOST_BODIES:
+            raise InputError(f"rollout bodies names {len(self.bodies)} rounds; choose 1 to {MOST_BODIES}")
         if not self.law.end_ids:
             raise InputError("rollout end_ids is empty; name at least one end token in the sampling law")
         if not all(0.0 < fraction <= 1.0 for fraction in self.ladder):
@@ -100,5 +98,5 @@ class RolloutConfig:
 
     def rungs(self, rows: int) -> tuple[int, ...]:
         """Batch sizes of the ladder for `rows` sequences, largest first."""
-        sizes = {math.ceil(rows * fraction) for fraction in self.ladder}
+        sizes = {math.ceil(rows * fraction - 1e-9) for fraction in self.ladder}
         return tuple(sorted({size for size in sizes if size >= self.smallest_rung} | {rows}, reverse=True))

@@ -29,6 +29,7 @@ from jaxtyping import Array, Bool, Float, Int
 from specrl_jax.errors import InputError
 from specrl_jax.parallel.sharding import sum_over_rows
 
+MOST_BODIES = 12  # each is compiled
 BINS = 16
 DEPTHS = 16  # deeper drafts count as the last
 _MEMORY = 0.98  # of a row's record, per round; half of it is 34 rounds old
@@ -64,18 +65,20 @@ class Body:
 
 
 def default_bodies(rows: int, longest: int) -> tuple[Body, ...]:
-    """At most 12: of all rows, a half, a quarter and a sixteenth of them, or of four rows and fewer all and one.
+    """Of all rows, a half, a quarter and a sixteenth of them, or of four rows and fewer all and one.
 
     Long-tailed responses leave few rows live for long: sizes that follow them pay more than finer numbers of drafts.
-    Without drafts the half is left to the whole, since responses pass through it quickly and 12 is the most.
+    Where that makes more than `MOST_BODIES`, the half without drafts is left out: responses pass through it quickly.
     """
     shares: dict[int, tuple[int, ...]]
     if rows <= 4:
         shares = dict.fromkeys((rows, 1), (0, 1, 2, 3, 5, longest))
     else:
-        parts = {1: (0, 1, 3, longest), 2: (1, 3), 4: (0, 1, 3), 16: (0, 3, longest)}
+        parts = {1: (0, 1, 3, longest), 2: (0, 1, 3), 4: (0, 1, 3), 16: (0, 3, longest)}
         shares = {-(-rows // part): own for part, own in parts.items()}
     bodies = {Body(size, size * (1 + min(share, longest))) for size, own in shares.items() for share in own}
+    if len(bodies) > MOST_BODIES:
+        bodies.discard(Body(-(-rows // 2), -(-rows // 2)))
     return tuple(sorted(bodies, key=lambda body: (-body.rows, body.tokens)))
 
 
@@ -104,10 +107,12 @@ class Plan:
 
     body: its number, or -1 where nothing has been planned. A round that drafts may verify another of as many rows.
     per_second: rounds per token, summed over rows, that a second must save.
+    steps: of drafting that the body's tokens take.
     """
 
     body: Int[Array, ""]
     per_second: Float[Array, ""]
+    steps: Int[Array, ""]
 
 
 def initial_control(seconds: np.ndarray, per_slot: float = 0.0, per_step: np.ndarray | float = 0.0) -> Control:
@@ -227,13 +232,14 @@ def plan_round(
         [count.astype(jnp.float32) - _of_best(saved[b.depth(longest)], b.tokens - count) for b in bodies]
     )
     fits = jnp.array([body.rows for body in bodies], jnp.int32) >= count
-    further = jnp.stack([jnp.maximum(body.steps(longest, count) - 1, 0) for body in bodies]).astype(jnp.float32)
+    steps = jnp.stack([body.steps(longest, count) for body in bodies])
+    further = jnp.maximum(steps - 1, 0).astype(jnp.float32)
     seconds = control.seconds + control.per_step * further + control.per_slot * slots.astype(jnp.float32)
     wait = jnp.where(fits, rounds * seconds, jnp.inf)
     best = jnp.argmin(wait).astype(jnp.int32)
     stay = (now >= 0) & (wait[now] <= wait[best] * (1.0 + _SWITCH)) & fits[now]
     body = jnp.where(stay, now, best)
-    return Plan(body, rounds[body] / seconds[body])
+    return Plan(body, rounds[body] / seconds[body], steps[body])
 
 
 def worth_of_tokens(

@@ -178,7 +178,8 @@ def _forced(batch: Batch, bodies: Sequence[Body], body: Body, steps: int) -> Bat
     index = bodies.index(body)
     seconds = np.where(np.arange(len(bodies)) == index, 1.0, _DEAR)
     control = initial_control(seconds, per_step=_DEAR if steps == 1 else -_DEAR)
-    return replace(batch, control=control, plan=Plan(jnp.int32(index), jnp.float32(1.0)))
+    plan = Plan(jnp.int32(index), jnp.float32(1.0), jnp.int32(steps))
+    return replace(batch, control=control, plan=plan)
 
 
 def _rounds_of(engine: RolloutEngine, bodies: tuple[Body, ...], context: int, rounds: int) -> Timed:

@@ -196,6 +196,21 @@ def test_a_plan_pays_for_the_steps_of_the_rows_that_are_live():
         control = initial_control(np.array([1.0, 1.01]), per_step=step)
         plan = plan_round(control, bodies, 7, live, record, jnp.int32(0), jnp.int32(-1))
         assert int(plan.body) == chosen
+        assert int(plan.steps) == (2, 4)[chosen]
+
+
+def test_a_plan_stays_where_it_is_unless_another_body_is_clearly_better():
+    bodies, live, record = (Body(8, 16), Body(8, 24)), jnp.arange(8) < 2, jnp.full((8, 4), 100.0)
+
+    def plan(seconds, now, bodies=bodies):
+        control = initial_control(np.array(seconds))
+        return plan_round(control, bodies, 7, live, record, jnp.int32(0), jnp.int32(now))
+
+    few, many = (float(plan([1.0], -1, (body,)).per_second) for body in bodies)  # rounds per token in a second
+    for gain, stays in ((0.01, True), (0.03, False)):
+        seconds = [1.0, few / many / (1.0 + gain)]
+        assert [int(plan(seconds, -1).body), int(plan(seconds, -1).steps)] == [1, 4]
+        assert [int(plan(seconds, 0).body), int(plan(seconds, 0).steps)] == ([0, 2] if stays else [1, 4])
 
 
 def test_the_choice_follows_costs_and_live_rows():
@@ -205,18 +220,15 @@ def test_the_choice_follows_costs_and_live_rows():
     control = initial_control(np.array([1.0 + 0.05 * body.tokens for body in bodies]))
     record = jnp.full((16, 4), 100.0)
 
-    def choice(live, record, now=-1):
+    def choice(live, record):
         rows = jnp.arange(16) < live
-        return bodies[int(plan_round(control, bodies, 7, rows, record, jnp.int32(0), jnp.int32(now)).body)]
+        return bodies[int(plan_round(control, bodies, 7, rows, record, jnp.int32(0), jnp.int32(-1)).body)]
 
     assert choice(1, record) == Body(1, 8)
     assert choice(16, record * jnp.array([[1.0, 0.01, 1.0, 1.0]])) == Body(16, 16)
     # Sure drafts take the room of rows that have ended; doubtful ones do not pay for it.
     assert choice(4, record) == Body(8, 32)
     assert choice(4, record * jnp.array([[1.0, 0.5, 1.0, 1.0]])).rows == 4
-    # It stays where it is unless another body is clearly better.
-    stay = bodies.index(Body(16, 16))
-    assert choice(16, record * jnp.array([[1.0, 0.01, 1.0, 1.0]]), stay) == Body(16, 16)
 
 
 def test_a_round_that_serves_only_the_surest_rows_is_not_chosen():

@@ -107,7 +107,7 @@ class Plan:
 
     body: its number, or -1 where nothing has been planned. A round that drafts may verify another of as many rows.
     per_second: rounds per token, summed over rows, that a second must save.
-    steps: of drafting that the body's tokens take.
+    steps: draft steps that an even share of the body's tokens takes.
     """
 
     body: Int[Array, ""]

@@ -220,15 +220,18 @@ def test_the_choice_follows_costs_and_live_rows():
     control = initial_control(np.array([1.0 + 0.05 * body.tokens for body in bodies]))
     record = jnp.full((16, 4), 100.0)
 
-    def choice(live, record):
+    def choice(live, record, now=-1):
         rows = jnp.arange(16) < live
-        return bodies[int(plan_round(control, bodies, 7, rows, record, jnp.int32(0), jnp.int32(-1)).body)]
+        return bodies[int(plan_round(control, bodies, 7, rows, record, jnp.int32(0), jnp.int32(now)).body)]
 
     assert choice(1, record) == Body(1, 8)
     assert choice(16, record * jnp.array([[1.0, 0.01, 1.0, 1.0]])) == Body(16, 16)
     # Sure drafts take the room of rows that have ended; doubtful ones do not pay for it.
     assert choice(4, record) == Body(8, 32)
     assert choice(4, record * jnp.array([[1.0, 0.5, 1.0, 1.0]])).rows == 4
+    # It stays where it is unless another body is clearly better.
+    stay = bodies.index(Body(16, 16))
+    assert choice(16, record * jnp.array([[1.0, 0.01, 1.0, 1.0]]), stay) == Body(16, 16)
 
 
 def test_a_round_that_serves_only_the_surest_rows_is_not_chosen():

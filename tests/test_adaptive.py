@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from test_rollout_programs import COLLECTIVE, instructions_in_loops
 from tiny import INVARIANT, POLICY, assert_same, keys_of, random_eagle3, take_prompts, tiny_params, tiny_prompts
@@ -266,6 +267,82 @@ def test_seconds_of_a_body_are_those_after_one_draft_step():
             deeper = longest > 1
             expected = seconds(body, min(1, body.depth(longest))), 0.01 * body.rows * deeper
             np.testing.assert_allclose(costs_module._cost(typical, body), expected, atol=1e-12)
+
+
+def test_costs_come_from_what_the_rounds_took(monkeypatch):
+    """By a clock that says what it should: seconds of a body, of a draft step and of a token in the cache."""
+    bodies = (Body(8, 8), Body(8, 16), Body(8, 40), Body(2, 2), Body(2, 4), Body(2, 10))
+    contexts = set()
+
+    def per_slot(body):  # of a row and a token in its cache
+        return 1e-5 * (1.0 + 0.25 * (body.tokens / body.rows - 1.0))
+
+    class Clock:
+        def __init__(self, single, own, context, rounds):
+            self.own, single = own, replace(single, config=replace(single.config, bodies=own))
+            table = initial_control(np.ones(len(own)))
+            self.batch = costs_module.standing_batch(single, own[0].rows, context, table)
+
+        def __call__(self, _, __, batch):
+            body, steps = self.own[int(np.argmin(batch.control.seconds))], int(batch.plan.steps)
+            context = int(batch.rows.length[0])
+            contexts.add(context)
+            assert {context} == set(np.asarray(batch.rows.drafter.length).tolist())
+            step = 0.01 * body.rows * max(0, steps - 1)
+            return body.rows * (1.0 + 0.1 * body.tokens + per_slot(body) * context) + step
+
+    engine = engine_of(bodies=bodies)
+    monkeypatch.setattr(costs_module, "_rounds_of", Clock)
+    control = costs_module.measure_costs(engine, tiny_params(), None, 8, 16)
+    assert contexts == {2, 16}
+    np.testing.assert_allclose(control.per_slot, [per_slot(body) for body in bodies], rtol=1e-3)
+    np.testing.assert_allclose(control.per_step, [0.01 * body.rows for body in bodies], rtol=1e-3)
+    np.testing.assert_allclose(control.seconds, [b.rows * (1.0 + 0.1 * b.tokens) for b in bodies], rtol=1e-5)
+
+
+@pytest.mark.parametrize(("more", "expected"), [([-1.0, 4.0], [0.0, 0.5, 1.0]), ([4.0, 2.0], [1.0, 1.0, 1.0])])
+def test_noise_makes_no_token_in_the_cache_a_gain(more, expected):
+    bodies = [Body(4, 4), Body(4, 8), Body(4, 12)]
+    per_slot = costs_module._per_slot(bodies, [bodies[0], bodies[2]], np.array(more))
+    np.testing.assert_allclose(per_slot, expected)
+
+
+def test_timed_rounds_start_from_the_same_rows_where_the_weights_are():
+    mesh = make_mesh(MeshConfig(data=2))
+    params, draft = jax.device_put((tiny_params(), random_eagle3()[1]), NamedSharding(mesh, P()))
+    engine = engine_of(bodies=(Body(3, 3), Body(3, 6)))
+    timed = costs_module._rounds_of(engine, engine.config.bodies, 8, 2)
+    forced = costs_module._forced(timed.batch, engine.config.bodies, Body(3, 6), 1)
+    before = jax.device_get(replace(forced, pool=None))
+    for _ in range(2):
+        assert timed(params, draft, forced) > 0.0
+        assert timed.pool.keys[0].sharding.is_equivalent_to(NamedSharding(mesh, P()), timed.pool.keys[0].ndim)
+    jax.tree.map(np.testing.assert_array_equal, before, jax.device_get(replace(forced, pool=None)))
+
+
+def test_many_rows_are_planned_for_less_often_until_fewer_would_do(monkeypatch):
+    """Plans take turns between two bodies of all six rows."""
+    bodies = (Body(6, 6), Body(6, 12), Body(2, 2))
+    engine = engine_of(bodies=bodies)
+    engine = replace(engine, config=replace(engine.config, samples_per_prompt=1))
+    plan_round = engine_module.plan_round
+
+    def other(control, bodies, longest, live, record, slots, now, able):
+        plan = plan_round(control, bodies, longest, live, record, slots, now, able)
+        return replace(plan, body=jnp.where(now == 0, 1, 0).astype(jnp.int32))
+
+    monkeypatch.setattr(engine_module, "plan_round", other)
+    monkeypatch.setattr(engine_module, "_ROWS_A_PLAN", 2)  # every third round
+    draft = random_eagle3()[1]
+    step = jax.jit(lambda batch: engine.planned_round(tiny_params(), draft, batch, 6))
+    batch = costs_module.standing_batch(engine, 6, 8, initial_control(np.ones(3)))
+    batch = replace(batch, plan=replace(batch.plan, body=jnp.int32(0)))
+    planned = []
+    for left in (6, 6, 6, 6, 6, 6, 6, 2, 2, 2):
+        done = batch.rows.done | (jnp.arange(6) >= left)
+        batch = step(replace(batch, rows=replace(batch.rows, done=done, emitted=jnp.zeros_like(batch.rows.emitted))))
+        planned.append(int(batch.plan.body))
+    assert planned == [0, 0, 1, 1, 1, 0, 0, 1, 0, 1]
 
 
 @pytest.mark.parametrize(("said", "turns"), [(5.9, 5), (3.0, 3)])

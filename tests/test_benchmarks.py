@@ -101,10 +101,12 @@ def test_ratios_are_paired_and_have_an_interval():
 def test_a_cost_table_comes_back(tmp_path):
     bodies = (Body(4, 4), Body(4, 16))
     path = tmp_path / "costs.json"
-    save_costs(path, initial_control(np.array([0.5, 0.75]), 1e-6, np.array([2e-3, 3e-3])), bodies, "this")
+    save_costs(
+        path, initial_control(np.array([0.5, 0.75]), np.array([1e-6, 2e-6]), np.array([2e-3, 3e-3])), bodies, "this"
+    )
     again = load_costs(path, bodies, "this")
     np.testing.assert_array_equal(again.seconds, [0.5, 0.75])
-    assert float(again.per_slot) == np.float32(1e-6)
+    np.testing.assert_array_equal(again.per_slot, np.array([1e-6, 2e-6], np.float32))
     np.testing.assert_array_equal(again.per_step, np.array([2e-3, 3e-3], np.float32))
     with pytest.raises(InputError, match="is of other rounds than"):
         load_costs(path, (Body(4, 4), Body(4, 8)), "this")

@@ -94,14 +94,16 @@ def test_a_round_is_as_long_as_its_drafts_are_sure():
     bodies = tuple(enumerate(Body(1, tokens) for tokens in (1, 2, 4, 8)))
     seconds = np.array([1.0, 1.1, 1.3, 1.7])
     control = initial_control(seconds, per_step=0.05)
-    np.testing.assert_allclose(seconds_per_token(control, bodies), 0.1, rtol=1e-5)
-    np.testing.assert_allclose(seconds_per_token(control, bodies[2:3]), 0.0)
+    np.testing.assert_allclose(seconds_per_token(control.seconds, bodies), 0.1, rtol=1e-5)
+    np.testing.assert_allclose(seconds_per_token(control.seconds, bodies[2:3]), 0.0)
     count, per_second = jnp.int32(1), jnp.float32(0.5)
     rng = np.random.default_rng(0)
     for _ in range(200):
         survival = np.cumprod(rng.uniform(0.2, 1.0, (1, 7)), axis=1).astype(np.float32)
         kept = np.where(np.arange(7) < rng.integers(1, 8), survival, 0.0)
-        found = int(best_verified(control, bodies[1:], 7, jnp.asarray(0.3 * kept, jnp.float32), count, per_second))
+        found = int(
+            best_verified(control.seconds, bodies[1:], 7, jnp.asarray(0.3 * kept, jnp.float32), count, per_second)
+        )
         gains = [0.3 * kept[0, : body.tokens - 1].sum() - 0.5 * seconds[i] for i, body in bodies[1:]]
         assert found == 1 + int(np.argmax(gains))
 
@@ -116,7 +118,7 @@ def test_drafts_are_worth_what_the_rows_that_verify_them_save(per_row):
         worth = rng.uniform(0.1, 0.5, (3, 1)) * np.cumprod(rng.uniform(0.2, 1.0, (3, 7)), axis=1)
         worth[2] = 0.0
         found = best_verified(
-            control, bodies, 7, jnp.asarray(worth, jnp.float32), jnp.int32(2), jnp.float32(0.5), per_row
+            control.seconds, bodies, 7, jnp.asarray(worth, jnp.float32), jnp.int32(2), jnp.float32(0.5), per_row
         )
         gains = []
         for i, body in bodies:

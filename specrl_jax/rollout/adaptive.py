@@ -125,7 +125,7 @@ class AdaptiveRound(Round):
         assert rows.record is not None
         worth = worth_of_tokens(control, depth, plan.steps, live, rows.record)
         step_price = plan.per_second * control.per_step[bodies[0][0]]
-        token_price = plan.per_second * seconds_per_token(control, bodies)
+        token_price = plan.per_second * seconds_per_token(plan.seconds, bodies)
         carry, choice = drafter.begin(draft_params, embed, rows.drafter, self.texts(rows, trajectory), depth, choose)
 
         def drafted(step: Int[Array, ""], choice: Choice, tokens: Array, confidence: Array, survival: Array) -> Any:

@@ -87,14 +87,14 @@ class Control:
     """The controller's state.
 
     seconds: of a round of each body, with one draft step where it has drafts, and nothing in the cache, `[n]`.
-    per_slot: more for each token in the cache of a live row. per_step: of another draft step of as many rows as the
-        body's, `[n]`.
+    per_slot: more for each token in the cache of a live row, `[n]`. per_step: of another draft step of as many rows as
+        the body's, `[n]`.
     drafted, accepted: verified drafts and accepted ones, by confidence, `[bins]`.
     by_depth: promised and accepted ones by depth, `[2, depths]`: what records said of those verified, and what came.
     """
 
     seconds: Float[Array, "n"]
-    per_slot: Float[Array, ""]
+    per_slot: Float[Array, "n"]
     per_step: Float[Array, "n"]
     drafted: Float[Array, "bins"]
     accepted: Float[Array, "bins"]
@@ -108,21 +108,26 @@ class Plan:
     body: its number, or -1 where nothing has been planned. A round that drafts may verify another of as many rows.
     per_second: rounds per token, summed over rows, that a second must save.
     steps: draft steps that an even share of the body's tokens takes.
+    seconds: of every body with one draft step, with what is in the cache now, `[n]`.
     """
 
     body: Int[Array, ""]
     per_second: Float[Array, ""]
     steps: Int[Array, ""]
+    seconds: Float[Array, "n"]
 
 
-def initial_control(seconds: np.ndarray, per_slot: float = 0.0, per_step: np.ndarray | float = 0.0) -> Control:
+def initial_control(
+    seconds: np.ndarray, per_slot: np.ndarray | float = 0.0, per_step: np.ndarray | float = 0.0
+) -> Control:
     """A controller that has seen nothing but a cost table; drafts are first believed as the drafter believes them."""
     if not np.all(np.asarray(seconds) > 0):
         raise InputError(f"cost table is {list(map(float, seconds))}; every entry must be a positive number of seconds")
+    table = [jnp.broadcast_to(jnp.asarray(x, jnp.float32), np.shape(seconds)) for x in (seconds, per_slot, per_step)]
     return Control(
-        jnp.asarray(seconds, jnp.float32),
-        jnp.float32(per_slot),
-        jnp.broadcast_to(jnp.asarray(per_step, jnp.float32), np.shape(seconds)),
+        seconds=table[0],
+        per_slot=table[1],
+        per_step=table[2],
         drafted=jnp.asarray(_BELIEF[0], jnp.float32),
         accepted=jnp.asarray(_BELIEF[1], jnp.float32),
         by_depth=jnp.zeros((2, DEPTHS), jnp.float32),
@@ -234,12 +239,13 @@ def plan_round(
     fits = jnp.array([body.rows for body in bodies], jnp.int32) >= count
     steps = jnp.stack([body.steps(longest, count) for body in bodies])
     further = jnp.maximum(steps - 1, 0).astype(jnp.float32)
-    seconds = control.seconds + control.per_step * further + control.per_slot * slots.astype(jnp.float32)
+    short = control.seconds + control.per_slot * slots.astype(jnp.float32)
+    seconds = short + control.per_step * further
     wait = jnp.where(fits, rounds * seconds, jnp.inf)
     best = jnp.argmin(wait).astype(jnp.int32)
     stay = (now >= 0) & (wait[now] <= wait[best] * (1.0 + _SWITCH)) & fits[now]
     body = jnp.where(stay, now, best)
-    return Plan(body, rounds[body] / seconds[body], steps[body])
+    return Plan(body, rounds[body] / seconds[body], steps[body], short)
 
 
 def worth_of_tokens(
@@ -256,12 +262,15 @@ def worth_of_tokens(
     return jnp.where(live, 1.0 / tokens**2, 0.0)
 
 
-def seconds_per_token(control: Control, bodies: Sequence[tuple[int, Body]]) -> Float[Array, ""]:
-    """What it costs to verify another token, from the smallest to the largest of numbered bodies of as many rows."""
+def seconds_per_token(seconds: Float[Array, "n"], bodies: Sequence[tuple[int, Body]]) -> Float[Array, ""]:
+    """What it costs to verify another token, from the smallest to the largest of numbered bodies of as many rows.
+
+    seconds: of all bodies, as planned.
+    """
     (first, small), (last, large) = (choose(bodies, key=lambda b: b[1].tokens) for choose in (min, max))
     if small.tokens == large.tokens:
         return jnp.float32(0.0)
-    return jnp.maximum(control.seconds[last] - control.seconds[first], 0.0) / (large.tokens - small.tokens)
+    return jnp.maximum(seconds[last] - seconds[first], 0.0) / (large.tokens - small.tokens)
 
 
 def worth_another_step(
@@ -293,7 +302,7 @@ def worth_another_step(
 
 
 def best_verified(
-    control: Control,
+    seconds: Float[Array, "n"],
     bodies: Sequence[tuple[int, Body]],
     longest: int,
     worth: Float[Array, "r k"],
@@ -306,6 +315,7 @@ def best_verified(
     All of them verify drafts, so that one is told where no draft is worth anything too.
 
     Args:
+        seconds: of all bodies, as planned.
         worth: what each draft saves. The steps that made the drafts are over and count no more.
         count: live rows. per_second: what a second must save (`Plan`).
         per_row: the best drafts are verified (`allocate`), else as many of each row (`share`).
@@ -318,7 +328,7 @@ def best_verified(
         else:
             step = jnp.arange(drafts.shape[1], dtype=jnp.int32)[None]
             gained = jnp.sum(jnp.where(step < share(drafts, budget)[:, None], drafts, 0.0))
-        return gained - per_second * control.seconds[index]
+        return gained - per_second * seconds[index]
 
     gains = jnp.stack([gain(index, body) for index, body in bodies])
     return jnp.array([index for index, _ in bodies], jnp.int32)[jnp.argmax(gains)]

@@ -33,6 +33,10 @@ from specrl_jax.rollout.round import Judged
 from specrl_jax.rollout.rows import Rows
 from specrl_jax.rollout.trajectory import Trajectory
 
+# Planning takes time with every row, and what many rows need together changes slowly: beyond so many, twice as many rows
+# are planned for half as often.
+_ROWS_A_PLAN = 16
+
 
 def when(condition: Bool[Array, ""], do: Callable[[Any], Any], state: Any) -> Any:
     """`do(state)` under a condition: a loop of at most one trip keeps the cache in place; of `lax.cond` XLA copies
@@ -74,7 +78,7 @@ class RolloutEngine(SequenceQueue):
                     params, draft_params, state[0], batch.trajectory, control, drafting, live, plan
                 )
                 count, per_row = jnp.sum(live, dtype=jnp.int32), self.config.per_row
-                best = best_verified(control, drafting, longest, drafted.worth, count, plan.per_second, per_row)
+                best = best_verified(plan.seconds, drafting, longest, drafted.worth, count, plan.per_second, per_row)
                 return rows, drafted, best
 
             rows, drafted, chosen = when(drafts, draft, (rows, drafted, chosen))
@@ -85,7 +89,8 @@ class RolloutEngine(SequenceQueue):
         rows, pool, trajectory, control = state
         used = trajectory.stats.bodies.at[chosen].add(1)
         trajectory = replace(trajectory, stats=replace(trajectory.stats, bodies=used))
-        return self._plan(draft_params, replace(self._closed(batch, before, rows, pool, trajectory), control=control))
+        after = replace(self._closed(batch, before, rows, pool, trajectory), control=control)
+        return self._plan_if_due(draft_params, after, size)
 
     def _grown(self, batch: Batch, slots: int | Int[Array, ""]) -> tuple[Rows, Pool, Bool[Array, "r"], Batch]:
         """Rows with pages for a round, the pool, and which of them take part."""
@@ -118,6 +123,18 @@ class RolloutEngine(SequenceQueue):
         able = can_draft(self.drafter, draft_params, self.texts(rows, batch.trajectory))
         plan = plan_round(batch.control, bodies, longest, ~rows.done, rows.record, slots, batch.plan.body, able)
         return replace(batch, plan=plan)
+
+    def _plan_if_due(self, draft_params: Any, batch: Batch, size: int) -> Batch:
+        """The next plan after a round of `size` rows: a new one where few rows are planned for, or fewer would do, else
+        every so many rounds."""
+        every = max(1, size // _ROWS_A_PLAN)
+        if every == 1:
+            return self._plan(draft_params, batch)
+        bodies = self.config.bodies_for(self._all_rows(batch))
+        smaller = max((body.rows for body in bodies if body.rows < size), default=0)
+        due = jnp.sum(batch.trajectory.stats.bodies) % every == 0
+        due |= jnp.sum(~batch.rows.done, dtype=jnp.int32) <= smaller
+        return replace(batch, plan=when(due, lambda _: self._plan(draft_params, batch).plan, batch.plan))
 
     def _all_rows(self, batch: Batch) -> int:
         """Rows of the largest rung."""

@@ -183,7 +183,7 @@ class SequenceQueue(AdaptiveRound):
         most = jnp.full((trajectory.lengths.shape[0],), self.config.max_new_tokens, jnp.int32)
         limits = most if limits is None else jnp.clip(limits, 1, most)
         control = None if control is None else forget(control)
-        plan = Plan(jnp.int32(-1), jnp.float32(0.0), zero) if bodies else None
+        plan = None if control is None else Plan(jnp.int32(-1), jnp.float32(0.0), zero, control.seconds)
         return Batch(rows, pool, waiting, zero, trajectory, limits, control, plan)
 
     def _empty_trajectory(self, prompts: Prompts, bodies: int) -> Trajectory:

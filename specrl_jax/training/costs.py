@@ -16,7 +16,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Array, Float
 
 from specrl_jax.data.prompts import Prompts
 from specrl_jax.errors import InputError
@@ -53,19 +55,11 @@ def standing_batch(engine: RolloutEngine, rows: int, context: int, control: Cont
     shared, own = context // batch.pool.page_size, jnp.arange(all_rows, dtype=jnp.int32)
     of_prompt = own_pages(groups, shared)[own // samples]
     ids = jnp.concatenate([of_prompt, groups * shared + own_pages(all_rows, pages - shared)], axis=1)
-    read = jnp.full((all_rows,), context, jnp.int32)
-
-    def as_read(path: tuple[Any, ...], leaf: Array) -> Array:
-        return read if getattr(path[-1], "name", None) == "length" else leaf
-
-    drafter = jax.tree.map_with_path(as_read, batch.rows.drafter)
     filled = replace(
         batch.rows,
         table=ids,
         used=jnp.full((all_rows,), pages, jnp.int32),
         shared=jnp.full((all_rows,), shared, jnp.int32),
-        length=read,
-        drafter=drafter,
         sequence=own,
         keys=sequence_keys(0, "evaluation", 0, jnp.repeat(prompts.row_ids, samples), own % samples),
         limit=jnp.full((all_rows,), engine.config.max_new_tokens, jnp.int32),
@@ -74,7 +68,18 @@ def standing_batch(engine: RolloutEngine, rows: int, context: int, control: Cont
     holders = batch.pool.holders.at[ids.reshape(-1)].add(1)
     pool = replace(batch.pool, holders=holders)
     waiting = replace(batch.waiting, count=jnp.int32(groups))
-    return replace(batch, rows=filled, pool=pool, started=jnp.int32(rows), waiting=waiting)
+    filled_batch = replace(batch, rows=filled, pool=pool, started=jnp.int32(rows), waiting=waiting)
+    return _with_context(filled_batch, context)
+
+
+def _with_context(batch: Batch, context: int) -> Batch:
+    """A batch with so many tokens in the caches of every row, of all that there is room for."""
+
+    def as_read(path: tuple[Any, ...], leaf: Array) -> Array:
+        return jnp.full_like(leaf, context) if getattr(path[-1], "name", None) == "length" else leaf
+
+    drafter = jax.tree.map_with_path(as_read, batch.rows.drafter)
+    return replace(batch, rows=replace(batch.rows, length=jnp.full_like(batch.rows.length, context), drafter=drafter))
 
 
 @dataclass
@@ -91,22 +96,29 @@ class Timed:
 
     def __call__(self, params: PolicyParams, draft: Any, batch: Batch | None = None) -> float:
         """Seconds per round; `batch` in place of the rows that are its own."""
-        start = time.perf_counter()
         rest = replace(self.batch if batch is None else batch, pool=None)  # type: ignore[arg-type]
-        self.pool, tokens = self.program(params, draft, rest, self.pool)
-        jax.block_until_ready(tokens)
-        return (time.perf_counter() - start) / self.rounds
+        # Rows are copied to where the weights are before the clock starts: a copy can take longer than a small round.
+        own = jax.block_until_ready(jax.device_put(jax.tree.map(jnp.copy, rest), _beside(params)))
+        start = time.perf_counter()
+        after = jax.block_until_ready(self.program(params, draft, replace(own, pool=self.pool)))
+        seconds = time.perf_counter() - start
+        self.pool = after.pool
+        return seconds / self.rounds
 
 
 def timed_rounds(step: Step, batch: Batch, rounds: int) -> Timed:
     """`step`, `rounds` times in one program, from `batch`; nothing of the cache is copied between calls."""
 
-    def run(params: PolicyParams, draft: Any, rest: Any, pool: Pool) -> tuple[Pool, Int[Array, ""]]:
-        start = replace(rest, pool=pool)
-        after = jax.lax.fori_loop(0, rounds, lambda _, b: step(params, draft, b), start)
-        return after.pool, jnp.sum(after.rows.emitted)
+    def run(params: PolicyParams, draft: Any, start: Batch) -> Batch:
+        return jax.lax.fori_loop(0, rounds, lambda _, b: step(params, draft, b), start)
 
-    return Timed(jax.jit(run, donate_argnums=3), rounds, batch, batch.pool)
+    return Timed(jax.jit(run, donate_argnums=2), rounds, batch, batch.pool)
+
+
+def _beside(params: PolicyParams) -> jax.sharding.Sharding:
+    """Whole, on every device that holds the weights."""
+    where = jax.tree.leaves(params)[0].sharding
+    return NamedSharding(where.mesh, P()) if isinstance(where, NamedSharding) else where
 
 
 def measure_costs(
@@ -116,8 +128,8 @@ def measure_costs(
 
     Every body is timed in turn at `context` tokens per row, as often as goes into ten seconds, from 3 to 15 times: one
     that a noisy machine made look cheap would be chosen all along. What a draft step takes is told from rounds that
-    make one and all of them, what a longer context costs from the bytes that attention reads. Compilation is not
-    counted and not small: a program per number of rows.
+    make one and all of them, what a token in the cache costs from the shortest and the longest round of most rows with
+    an eighth of the context. Compilation is not counted and not small: a program per number of rows.
     """
     bodies, longest = engine.config.bodies_for(rows), engine.config.draft_length
     longer = max(engine.config.max_new_tokens, rounds * (1 + longest))  # no row ends while it is timed
@@ -134,19 +146,35 @@ def measure_costs(
     sizes = {body.rows: [b for b in bodies if b.rows == body.rows] for body in bodies}
     programs = {size: _rounds_of(single, tuple(own), context, rounds) for size, own in sizes.items()}
     cases = [(body, steps) for own in sizes.values() for body, steps in _cases(own, longest)]
-    calls = [
-        partial(programs[body.rows], params, draft, _forced(programs[body.rows].batch, sizes[body.rows], body, steps))
-        for body, steps in cases
-    ]
-    for call in calls:
-        call()
-    typical = dict(zip(cases, np.median(_turns(calls), axis=0), strict=True))
+    most, little = sizes[max(sizes)], context // 8
+    ends = [_cases(most, longest)[most.index(choose(most, key=lambda body: body.tokens))] for choose in (min, max)]
+
+    def call(case: tuple[Body, int], context: int) -> Callable[[], float]:
+        timed, (body, steps) = programs[case[0].rows], case
+        forced = _forced(timed.batch, sizes[body.rows], body, steps)
+        return partial(timed, params, draft, _with_context(forced, context))
+
+    calls = [call(case, context) for case in cases] + [call(case, little) for case in ends]
+    for warm_up in calls:
+        warm_up()
+    medians = np.median(_turns(calls), axis=0)
+    typical = dict(zip(cases, medians, strict=False))
     seconds, per_step = (np.array(x) for x in zip(*(_cost(typical, body) for body in bodies), strict=True))
-    weight_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
-    alone = min(s for s, body in zip(seconds, bodies, strict=True) if body.rows == min(sizes))
-    per_slot = alone * engine.page_bytes() / engine.numerics.key_block / weight_bytes
+    more = [typical[case] - short for case, short in zip(ends, medians[len(cases) :], strict=True)]
+    per_slot = _per_slot(bodies, [body for body, _ in ends], np.array(more) / max(1, context - little))
+    # Noise must not make a round free.
     seconds = np.maximum(seconds - per_slot * context * np.array([body.rows for body in bodies]), 0.1 * seconds)
     return initial_control(seconds, per_slot, per_step)
+
+
+def _per_slot(bodies: Sequence[Body], ends: Sequence[Body], more: Float[np.ndarray, "2"]) -> Float[np.ndarray, "n"]:
+    """What a token in the cache of a row costs in each body, from what one in every row does in two of most rows.
+
+    Every query of a row reads it: between those two, and for fewer rows, it goes by the tokens of a row.
+    """
+    queries = [body.tokens / body.rows for body in ends]
+    least, most = np.maximum.accumulate(np.maximum(more, 0.0) / ends[0].rows)
+    return np.array([np.interp(body.tokens / body.rows, queries, [least, most]) for body in bodies])
 
 
 def _hardly_ending(law: SamplingLaw, vocab_size: int) -> SamplingLaw:
@@ -178,7 +206,7 @@ def _forced(batch: Batch, bodies: Sequence[Body], body: Body, steps: int) -> Bat
     index = bodies.index(body)
     seconds = np.where(np.arange(len(bodies)) == index, 1.0, _DEAR)
     control = initial_control(seconds, per_step=_DEAR if steps == 1 else -_DEAR)
-    plan = Plan(jnp.int32(index), jnp.float32(1.0), jnp.int32(steps))
+    plan = Plan(jnp.int32(index), jnp.float32(1.0), jnp.int32(steps), control.seconds)
     return replace(batch, control=control, plan=plan)
 
 
@@ -241,7 +269,7 @@ def save_costs(path: Path, control: Control, bodies: tuple[Body, ...], of: str) 
     costs = {
         "of": of,
         "bodies": table,
-        "per_slot": float(control.per_slot),
+        "per_slot": np.asarray(control.per_slot).tolist(),
         "steps": np.asarray(control.per_step).tolist(),
     }
     whole = path.with_name(f".{path.name}.new")
@@ -255,9 +283,10 @@ def load_costs(path: Path, bodies: tuple[Body, ...], of: str) -> Control:
         costs = json.loads(path.read_text())
         saved = tuple(Body(int(rows), int(tokens)) for rows, tokens, _ in costs["bodies"])
         seconds = np.array([entry[2] for entry in costs["bodies"]])
-        per_slot, per_step, saved_of = float(costs["per_slot"]), np.array(costs["steps"], float), costs["of"]
-        if per_step.shape != seconds.shape:
-            raise ValueError("steps are not one for each round")
+        per_slot, per_step = (np.array(costs[name], float) for name in ("per_slot", "steps"))
+        saved_of = costs["of"]
+        if not per_slot.shape == per_step.shape == seconds.shape:
+            raise ValueError("slots and steps are not one for each round")
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise InputError(f"cost table {path} cannot be read ({error}); delete it to measure anew") from error
     if saved != bodies:

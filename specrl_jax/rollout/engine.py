@@ -33,8 +33,8 @@ from specrl_jax.rollout.round import Judged
 from specrl_jax.rollout.rows import Rows
 from specrl_jax.rollout.trajectory import Trajectory
 
-# Planning takes time with every row, and what many rows need together changes slowly: beyond so many, twice as many rows
-# are planned for half as often.
+# Planning takes time with every row, and what many rows need together changes slowly: from twice so many rows on, a plan
+# is made for several rounds.
 _ROWS_A_PLAN = 16
 
 

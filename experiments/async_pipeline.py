@@ -18,6 +18,7 @@ import numpy as np
 from experiments import train_grpo, train_options
 from experiments.common import check_least, run_main
 from experiments.outputs import check_output, markdown_table, open_output, provenance, write_results
+from experiments.rollout_options import SpeculationFlags, SpeculationOptions
 from experiments.seeds import grouped, mean_over_seeds, over_seeds
 from experiments.train_options import Config as GrpoConfig
 from experiments.train_options import grpo_arm
@@ -34,6 +35,7 @@ class Config(GrpoConfig):
     """Options of the table: those of a GRPO run, and what is compared."""
 
     seeds: int = 3
+    speculation: SpeculationFlags = SpeculationOptions(draft_length=3)
     lags: tuple[int, ...] = (0, 1, 2)
     learner_mesh: str = "data=1"
     """Devices that learn where the rollouts have devices of their own (--rollout-mesh); --mesh is of lag 0."""

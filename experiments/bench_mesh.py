@@ -20,6 +20,7 @@ import numpy as np
 from experiments import train_grpo, train_options
 from experiments.common import check_least, progress, run_main
 from experiments.outputs import check_output, markdown_table, open_output, provenance, write_results
+from experiments.rollout_options import SpeculationFlags, SpeculationOptions
 from experiments.train_options import Config as GrpoConfig
 from experiments.train_options import grpo_run
 from specrl_jax.drafters.heads import init_head
@@ -40,10 +41,13 @@ class Config(GrpoConfig):
     # --mesh asks for the devices, as many as the largest of them takes.
     meshes: tuple[str, ...] = ("data=8", "data=4,fsdp=2", "data=2,fsdp=2,tensor=2", "tensor=8")
     repeats: int = 5
+    speculation: SpeculationFlags = SpeculationOptions(draft_length=3)
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_least("", self, repeats=1)
+        if self.speculation.adaptive:
+            raise InputError("--draft-length is auto, whose steps differ from mesh to mesh; choose a number")
         if not self.meshes:
             raise InputError("--meshes must name at least one")
 

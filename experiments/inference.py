@@ -127,12 +127,12 @@ class Model:
     def engine(self, sampling: SamplingOptions) -> RolloutEngine:
         """The rollout engine; InputError when an option is out of range or does not fit the policy."""
         draft_length = sampling.speculation.draft_length
-        if sampling.speculation.adaptive:
-            raise InputError("--adaptive needs a cost table, which train_grpo keeps; choose a --draft-length")
+        if sampling.speculation.most_drafts != 7:
+            raise InputError("--most-drafts is for the controller of train_grpo; choose a --draft-length")
         drafter = sampling.speculation.drafter(self.drafter)
         if drafter is None and sampling.speculation.drafts == "head+suffix":
             raise InputError("--drafts head+suffix needs the head's folder; give --drafter")
-        if draft_length is None:
+        if draft_length == "auto":
             draft_length = 0 if drafter is None else 3
         rollout = RolloutConfig(
             max_new_tokens=sampling.max_new_tokens,

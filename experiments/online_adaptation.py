@@ -24,6 +24,7 @@ from experiments import train_grpo, train_options
 from experiments.common import check_least, run_main
 from experiments.draft_init import IN_DOMAIN, OTHER, PAPER
 from experiments.outputs import check_output, markdown_table, open_output, provenance, write_results
+from experiments.rollout_options import SpeculationFlags, SpeculationOptions
 from experiments.seeds import grouped, mean_over_seeds, over_seeds
 from experiments.train_options import Config as GrpoConfig
 from experiments.train_options import DraftHead, grpo_arm
@@ -42,6 +43,7 @@ class Config(GrpoConfig):
     """Options of the table: those of a GRPO run, and what is compared."""
 
     seeds: int = 3
+    speculation: SpeculationFlags = SpeculationOptions(draft_length=3)
     other_drafter: str | None = None
     """A second head of the same policy, which learned from something else."""
     averages: tuple[float, ...] = (0.9,)

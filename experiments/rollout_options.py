@@ -61,13 +61,14 @@ class LawOptions:
 class SpeculationOptions:
     """How drafts are made and judged."""
 
-    draft_length: int | None = None
-    """Drafts per round on the longest path, 0 for none; by default 3 with a drafter."""
+    draft_length: int | Literal["auto"] = "auto"
+    """Drafts per round on the longest path, 0 for none. auto: in a GRPO run costs and acceptance choose the drafts of
+    every round, where these are chains under rule match; elsewhere 3."""
+    most_drafts: int = 7
+    """Drafts of a row at most where a controller chooses."""
     drafts: Drafts = "head"
     """head: of a draft head; ngram: from the prompt and the response itself; suffix: from the other responses to the
     prompt too, those of earlier epochs included; head+suffix: of whichever is surer."""
-    adaptive: bool = False
-    """Let costs and acceptance choose the drafts of every round, up to --draft-length (7 by default)."""
     rule: Literal["match", "ratio", "block"] = "match"
     """match: the tokens of the run without speculation; ratio, block: its law. At temperature 0 all are greedy."""
     branches: int = 1
@@ -86,11 +87,23 @@ class SpeculationOptions:
             raise InputError(f"--lenience is {self.lenience} with --rule {self.rule}; it belongs to --rule ratio")
         if self.tree == "full" and self.branches == 1:
             raise InputError("--tree is full with --branches 1, a chain; choose more branches")
-        if self.adaptive and (self.rule != "match" or self.branches > 1 or self.draft_length == 0):
-            raise InputError("--adaptive chooses the length of chains under --rule match; leave out what is against it")
+        if self.most_drafts < 1:
+            raise InputError(
+                f"--most-drafts is {self.most_drafts}; it must be at least 1 (--draft-length 0: no drafts)"
+            )
+        if self.most_drafts != 7 and not self.adaptive:
+            raise InputError(
+                f"--most-drafts {self.most_drafts} is for chains under --rule match and --draft-length auto; "
+                "leave it, or what is against it, out"
+            )
         if self.drafts == "head+suffix" and (self.rule != "match" or self.branches > 1):
             raise InputError("--drafts head+suffix are chains under --rule match; leave out what is against it")
         _ = self.verification
+
+    @property
+    def adaptive(self) -> bool:
+        """Whether a controller may choose the drafts of every round."""
+        return self.draft_length == "auto" and self.rule == "match" and self.branches == 1
 
     @property
     def with_head(self) -> bool:

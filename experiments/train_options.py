@@ -120,8 +120,8 @@ class Config:
     law: LawFlags = LawOptions()
     speculation: SpeculationFlags = SpeculationOptions()
     acceptance_floor: float = 0.0
-    """Mean acceptance length of a dispatch below which drafting ends for the rest of the run; 0: never. --adaptive
-    decides at every round instead."""
+    """Mean acceptance length of a dispatch below which drafting ends for the rest of the run; 0: never. With
+    --draft-length auto every round decides instead."""
     history: int = 32
     """Earlier responses of a prompt that suffix drafts look in (jsonl tasks, whose prompts come again)."""
     couple_epochs: bool = False
@@ -198,8 +198,8 @@ class Config:
             raise InputError(f"--loss-on full is not the law that responses are drawn from and {needs}")
         if self.acceptance_floor and (self.lag or self.rollout_mesh is not None or self.speculation.adaptive):
             raise InputError(
-                f"--acceptance-floor {self.acceptance_floor} does not go with --lag, --rollout-mesh or --adaptive; "
-                "leave one of them out"
+                f"--acceptance-floor {self.acceptance_floor} does not go with --lag, --rollout-mesh or the default "
+                "--draft-length auto; leave it out or choose others"
             )
         if self.lag and self.loss.importance_cap == 0.0:
             raise InputError(f"--lag {self.lag} learns from responses of older policies and {needs}")
@@ -280,6 +280,7 @@ SMOKE = {
     "eval_every": 2,
     "max_new_tokens": 48,
     "compare": True,
+    "speculation": {"draft_length": 3},
     "shape": {"hidden_size": 32, "intermediate_size": 64, "num_layers": 2, "num_heads": 2, "num_kv_heads": 1},
     "warmup": {"steps": 10, "stop_loss": None, "batch": 8, "microbatch": {"rows": 4, "widths": (1.0,)}},
     "draft": {"prompts": 16, "steps": 10, "batch": 8, "microbatch": {"rows": 4, "widths": (1.0,)}, "unroll": 2},

@@ -100,7 +100,7 @@ def test_several_processes_are_one_run(folder, tmp_path, count, mesh):
 def test_processes_that_time_rounds_together_decide_alike(folder, tmp_path):
     """Every call of a round holds collectives, and each process has a clock of its own."""
     out = tmp_path / "out"
-    for process in start_together(folder, out, "tensor=2", 2, "--adaptive"):
+    for process in start_together(folder, out, "tensor=2", 2, "--draft-length", "auto"):
         finish(process)
     finish(start(folder, tmp_path / "plain", "tensor=2"))
     counted = ("policy_forwards_per_sequence", "drafted_fraction", "acceptance_length")

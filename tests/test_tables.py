@@ -208,6 +208,7 @@ def test_meshes_draw_the_same_tokens(monkeypatch, tmp_path, models):
         ("draft_methods", ("--head.kind", "block"), "--drafter and --head.kind are chosen by the table"),
         ("online_adaptation", ("--averages", 1.5), "--averages is (1.5,); choose shares between 0 and 1"),
         ("online_adaptation", ("--draft-length", 0), "are chosen by the table"),
+        ("bench_mesh", ("--draft-length", "auto"), "--draft-length is auto, whose steps differ from mesh to mesh"),
         ("online_adaptation", ("--other-drafter", "some"), "--other-drafter stands beside --drafter; give that too"),
         ("acceptance_by_task", ("--seeds", 0), "--seeds is 0; it must be at least 1"),
         ("async_pipeline", ("--lag", 1), "--lag, --compare and runs without drafts are chosen by the table"),

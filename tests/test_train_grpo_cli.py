@@ -144,8 +144,17 @@ def test_prompts_longer_than_the_cache_are_refused(refused, models):
         ("--repetition-penalty 0", "repetition_penalty is 0.0; it must be a number above 0"),
         ("--forbidden 3 4000", "forbidden token 4000 is not in the policy's vocabulary of 22"),
         ("--branches 0", "branches is 0; it must be at least 1"),
-        ("--adaptive --rule block", "--adaptive chooses the length of chains under --rule match; leave out what is"),
-        ("--adaptive --draft-length 0", "--adaptive chooses the length of chains under --rule match"),
+        ("--most-drafts 0", "--most-drafts is 0; it must be at least 1"),
+        (
+            "--most-drafts 5",
+            "--most-drafts 5 is for chains under --rule match and --draft-length auto; leave it,",
+        ),
+        ("--most-drafts 5 --draft-length auto --rule block", "--most-drafts 5 is for chains under --rule match"),
+        ("--draft-length some", "Error parsing"),
+        (
+            "--draft-length auto --acceptance-floor 2",
+            "--acceptance-floor 2.0 does not go with --lag, --rollout-mesh or",
+        ),
         ("--tree full", "--tree is full with --branches 1, a chain; choose more branches"),
         ("--branches 2 --rule ratio", "--branches is 2 with --rule ratio; trees need --rule match"),
         ("--branches 3 --tree full --draft-length 7", "tree of 3 branches and depth 7 has 3279 drafts; choose at most"),
@@ -443,17 +452,43 @@ def test_a_run_killed_in_every_stage_resumes_to_the_same_bits(tmp_path, monkeypa
 def test_the_evaluations_of_an_adaptive_run_draft_at_most_three(monkeypatch):
     monkeypatch.setattr(train_grpo, "Sampler", lambda engine, *_: engine)
     for adaptive, chosen, drafted in ((True, 7, 3), (True, 2, 2), (False, 7, 7)):
-        speculation = SpeculationOptions(adaptive=adaptive)
+        speculation = SpeculationOptions(draft_length="auto" if adaptive else 7)
         config = SimpleNamespace(speculation=speculation, run=RunOptions(), eval_problems=8)
         engine = lambda draft_length, *_: draft_length  # noqa: E731
         session = SimpleNamespace(config=config, draft_length=chosen, mesh=None, engine=engine)
         assert train_grpo.Examiner(session, None)._sampler == drafted
 
 
+@pytest.mark.ci
+@pytest.mark.parametrize(
+    ("options", "adaptive", "drafts"),
+    [
+        ({}, True, 7),
+        ({"most_drafts": 4}, True, 4),
+        ({"draft_length": 3}, False, 3),
+        ({"draft_length": 0}, False, 0),
+        ({"rule": "block"}, False, 3),
+        ({"branches": 2}, False, 3),
+        ({"drafts": "ngram"}, True, 7),
+    ],
+)
+def test_a_controller_chooses_the_drafts_of_chains_by_default(options, adaptive, drafts):
+    config = SimpleNamespace(speculation=SpeculationOptions(**options))
+    assert config.speculation.adaptive == adaptive
+    for made_for, least in (
+        (None, drafts),
+        (2, min(drafts, 2) if config.speculation.draft_length == "auto" else drafts),
+    ):
+        if options.get("drafts") == "ngram" and made_for:
+            continue
+        session = SimpleNamespace(config=config, drafter=SimpleNamespace(most_drafts=made_for))
+        assert train_grpo.Session.draft_length.fget(session) == least
+
+
 @pytest.mark.full
 def test_an_adaptive_run_resumes_with_the_cost_table_that_it_began_with(finished, options, tmp_path, monkeypatch):
     """Its tokens are those of a fixed draft length, and nothing is measured a second time."""
-    out, argv = tmp_path / "run", (*options, "--adaptive")
+    out, argv = tmp_path / "run", (*options, "--draft-length", "auto")
     _run_until_saved(grpo_run, 3, out, *argv)
     table = (out / "costs.json").read_bytes()
     monkeypatch.setattr(costs, "measure_costs", None)

@@ -44,7 +44,7 @@ EAGLE3: dict[str, Any] = {
         "adam_learning_rate": None,
     },
     "microbatch": {"rows": 8, "widths": geometric_widths(0.15, 8)},
-    "speculation": {"adaptive": True},
+    "speculation": {"draft_length": "auto"},
     "draft": {
         "prompts": 1024,
         "samples": 4,

@@ -33,7 +33,7 @@ from specrl_jax.rollout.round import Judged
 from specrl_jax.rollout.rows import Rows
 from specrl_jax.rollout.trajectory import Trajectory
 
-# Planning takes time with every row, and what many rows need together changes slowly: from twice so many rows on, a plan
+# Planning takes time with every row, and what many rows need together changes slowly: from twice so many rows on a plan
 # is made for several rounds.
 _ROWS_A_PLAN = 16
 

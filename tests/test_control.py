@@ -185,6 +185,10 @@ def test_default_bodies_serve_any_number_of_rows():
         RolloutConfig(8, 1, longest, SamplingLaw(end_ids=(1,)), adaptive=True).bodies_for(rows)
     assert Body(8, 8) not in default_bodies(16, 7)
     assert Body(8, 8) in default_bodies(16, 3)
+    # Of very many rows most drafts are left out in its place.
+    assert {Body(16, 128), Body(32, 32)} & set(default_bodies(64, 7)) == {Body(32, 32)}
+    assert Body(64, 512) not in default_bodies(64, 7)
+    assert Body(16, 128) in default_bodies(16, 7)
 
 
 def test_a_plan_pays_for_the_steps_of_the_rows_that_are_live():

@@ -30,6 +30,7 @@ from specrl_jax.errors import InputError
 from specrl_jax.parallel.sharding import sum_over_rows
 
 MOST_BODIES = 12  # each is compiled
+_MANY = 256  # tokens of a round, beyond which more take their time everywhere
 BINS = 16
 DEPTHS = 16  # deeper drafts count as the last
 _MEMORY = 0.98  # of a row's record, per round; half of it is 34 rounds old
@@ -68,7 +69,8 @@ def default_bodies(rows: int, longest: int) -> tuple[Body, ...]:
     """Of all rows, a half, a quarter and a sixteenth of them, or of four rows and fewer all and one.
 
     Long-tailed responses leave few rows live for long: sizes that follow them pay more than finer numbers of drafts.
-    Where that makes more than `MOST_BODIES`, the half without drafts is left out: responses pass through it quickly.
+    Where that makes more than `MOST_BODIES`, one is left out: most drafts of all rows where that is very many tokens, else
+    the half without drafts, through which few responses pass quickly.
     """
     shares: dict[int, tuple[int, ...]]
     if rows <= 4:
@@ -78,7 +80,8 @@ def default_bodies(rows: int, longest: int) -> tuple[Body, ...]:
         shares = {-(-rows // part): own for part, own in parts.items()}
     bodies = {Body(size, size * (1 + min(share, longest))) for size, own in shares.items() for share in own}
     if len(bodies) > MOST_BODIES:
-        bodies.discard(Body(-(-rows // 2), -(-rows // 2)))
+        largest, half = Body(rows, rows * (1 + longest)), Body(-(-rows // 2), -(-rows // 2))
+        bodies.remove(largest if largest.tokens > _MANY else half)
     return tuple(sorted(bodies, key=lambda body: (-body.rows, body.tokens)))
 
 

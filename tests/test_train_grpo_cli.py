@@ -10,7 +10,6 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -19,8 +18,7 @@ from jax.experimental.compilation_cache import compilation_cache
 from scripts import DAMAGES, SCRIPTS, SMALLER, refusal, run_script, write_models
 
 from experiments import evaluate, generate, train_grpo
-from experiments.common import RunOptions, parse_config
-from experiments.rollout_options import SpeculationOptions
+from experiments.common import parse_config
 from experiments.setup import resolve_mesh
 from specrl_jax.data import arithmetic
 from specrl_jax.training import costs, grpo_run, stages
@@ -446,43 +444,6 @@ def test_a_run_killed_in_every_stage_resumes_to_the_same_bits(tmp_path, monkeypa
     assert not (out / "policy").exists()
     run_script(monkeypatch, train_grpo, *argv, "--out", out, "--resume")
     _assert_same_run(out, tmp_path / "whole")
-
-
-@pytest.mark.ci
-def test_the_evaluations_of_an_adaptive_run_draft_at_most_three(monkeypatch):
-    monkeypatch.setattr(train_grpo, "Sampler", lambda engine, *_: engine)
-    for adaptive, chosen, drafted in ((True, 7, 3), (True, 2, 2), (False, 7, 7)):
-        speculation = SpeculationOptions(draft_length="auto" if adaptive else 7)
-        config = SimpleNamespace(speculation=speculation, run=RunOptions(), eval_problems=8)
-        engine = lambda draft_length, *_: draft_length  # noqa: E731
-        session = SimpleNamespace(config=config, draft_length=chosen, mesh=None, engine=engine)
-        assert train_grpo.Examiner(session, None)._sampler == drafted
-
-
-@pytest.mark.ci
-@pytest.mark.parametrize(
-    ("options", "adaptive", "drafts"),
-    [
-        ({}, True, 7),
-        ({"most_drafts": 4}, True, 4),
-        ({"draft_length": 3}, False, 3),
-        ({"draft_length": 0}, False, 0),
-        ({"rule": "block"}, False, 3),
-        ({"branches": 2}, False, 3),
-        ({"drafts": "ngram"}, True, 7),
-    ],
-)
-def test_a_controller_chooses_the_drafts_of_chains_by_default(options, adaptive, drafts):
-    config = SimpleNamespace(speculation=SpeculationOptions(**options))
-    assert config.speculation.adaptive == adaptive
-    for made_for, least in (
-        (None, drafts),
-        (2, min(drafts, 2) if config.speculation.draft_length == "auto" else drafts),
-    ):
-        if options.get("drafts") == "ngram" and made_for:
-            continue
-        session = SimpleNamespace(config=config, drafter=SimpleNamespace(most_drafts=made_for))
-        assert train_grpo.Session.draft_length.fget(session) == least
 
 
 @pytest.mark.full

@@ -69,8 +69,8 @@ def default_bodies(rows: int, longest: int) -> tuple[Body, ...]:
     """Of all rows, a half, a quarter and a sixteenth of them, or of four rows and fewer all and one.
 
     Long-tailed responses leave few rows live for long: sizes that follow them pay more than finer numbers of drafts.
-    Where that makes more than `MOST_BODIES`, one is left out: most drafts of all rows where that is very many tokens, else
-    the half without drafts, through which few responses pass quickly.
+    Where that makes more than `MOST_BODIES`, one is left out: most drafts of all rows where these are very many tokens,
+    else the half without drafts, through which few responses pass quickly.
     """
     shares: dict[int, tuple[int, ...]]
     if rows <= 4:

@@ -18,7 +18,7 @@ import numpy as np
 from experiments import train_grpo, train_options
 from experiments.common import check_least, run_main
 from experiments.outputs import check_output, markdown_table, open_output, provenance, write_results
-from experiments.rollout_options import SpeculationFlags, SpeculationOptions
+from experiments.rollout_options import MOST_DRAFTS, SpeculationFlags, SpeculationOptions
 from experiments.seeds import grouped, mean_over_seeds, over_seeds
 from experiments.train_options import Config as GrpoConfig
 from experiments.train_options import grpo_arm
@@ -86,7 +86,10 @@ def run_of(config: Config, seed: int, folder: Path, lag: int, drafts: bool, **gi
     if lag and config.rollout_mesh is not None:
         changes["mesh"] = config.learner_mesh
     if not drafts:
-        changes |= {"speculation": replace(config.speculation, draft_length=0), "drafter": None}
+        changes |= {
+            "speculation": replace(config.speculation, draft_length=0, most_drafts=MOST_DRAFTS),
+            "drafter": None,
+        }
     return grpo_arm(config, seed, folder, **changes)
 
 

@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerFast
 
 from experiments.common import RunOptions, check_least, progress
 from experiments.outputs import check_output
-from experiments.rollout_options import LawFlags, LawOptions, SpeculationFlags, SpeculationOptions
+from experiments.rollout_options import MOST_DRAFTS, LawFlags, LawOptions, SpeculationFlags, SpeculationOptions
 from experiments.setup import arithmetic_workload, default_numerics, draft_head_config, load_judge, resolve_mesh
 from specrl_jax.data.jsonl import load_examples
 from specrl_jax.data.prompts import Prompts
@@ -126,20 +126,23 @@ class Model:
 
     def engine(self, sampling: SamplingOptions) -> RolloutEngine:
         """The rollout engine; InputError when an option is out of range or does not fit the policy."""
-        draft_length = sampling.speculation.draft_length
-        if sampling.speculation.most_drafts != 7:
-            raise InputError("--most-drafts is for the controller of train_grpo; choose a --draft-length")
-        drafter = sampling.speculation.drafter(self.drafter)
-        if drafter is None and sampling.speculation.drafts == "head+suffix":
+        options = sampling.speculation
+        if options.most_drafts != MOST_DRAFTS:
+            raise InputError(
+                f"--most-drafts {options.most_drafts} is for the controller of train_grpo; choose a --draft-length"
+            )
+        drafter = options.drafter(self.drafter)
+        if drafter is None and options.drafts == "head+suffix":
             raise InputError("--drafts head+suffix needs the head's folder; give --drafter")
-        if draft_length == "auto":
-            draft_length = 0 if drafter is None else 3
+        draft_length = options.drafts_with(drafter, adaptive=False)
+        if drafter is None and options.draft_length == "auto":
+            draft_length = 0
         rollout = RolloutConfig(
             max_new_tokens=sampling.max_new_tokens,
             samples_per_prompt=sampling.samples,
             draft_length=draft_length,
             law=sampling.law.law(end_ids(self.tokenizer)),
-            rule=sampling.speculation.verification,
+            rule=options.verification,
         )
         return RolloutEngine(self.policy, rollout, self.numerics, drafter if draft_length else None)
 

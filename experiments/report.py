@@ -71,11 +71,11 @@ def peak_memory_gb() -> float:
 def arm_row(arm: Arm, session: Any) -> dict[str, Any]:
     """A row of the closing table."""
     rows = [row for row in read_metrics(arm.folder) if row["step"] > 0]
-    last = rows[-1]
+    last, adaptive = rows[-1], arm.program.step.engine.config.adaptive
     accuracy = [row for row in read_metrics(arm.folder) if "accuracy" in row]
     return {
         "arm": arm.label,
-        "draft_length": arm.draft_length,
+        "draft_length": f"at most {arm.draft_length}" if adaptive else arm.draft_length,
         "dtype": session.policy.dtype,
         "numerics": session.numerics.mode,
         "batch": session.config.prompts * session.config.samples,

@@ -1,18 +1,19 @@
 """Options of every script that rolls out: the sampling law, and how drafts are made and judged."""
 
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import tyro
 
 from specrl_jax.drafters.combined import CombinedDrafter
 from specrl_jax.drafters.heads import DraftModel
-from specrl_jax.drafters.protocol import ChainDrafter
+from specrl_jax.drafters.protocol import ChainDrafter, most_drafts
 from specrl_jax.drafters.suffix import SuffixDrafter
 from specrl_jax.errors import InputError
 from specrl_jax.rollout.rules import Block, Match, Ratio, Rule
 from specrl_jax.rollout.sampling import SamplingLaw
 
+MOST_DRAFTS = 7
 Drafts = Literal["head", "ngram", "suffix", "head+suffix"]
 
 
@@ -62,10 +63,10 @@ class SpeculationOptions:
     """How drafts are made and judged."""
 
     draft_length: int | Literal["auto"] = "auto"
-    """Drafts per round on the longest path, 0 for none. auto: in a GRPO run costs and acceptance choose the drafts of
-    every round, where these are chains under rule match; elsewhere 3."""
-    most_drafts: int = 7
-    """Drafts of a row at most where a controller chooses."""
+    """Drafts per round on the longest path, 0 for none. auto: in a GRPO run costs and acceptance choose them while it
+    runs, where they are chains under rule match; elsewhere 3, or what the drafter was made for if that is less."""
+    most_drafts: int = MOST_DRAFTS
+    """Drafts of a row at most where a controller chooses; fewer of a drafter that was made for fewer."""
     drafts: Drafts = "head"
     """head: of a draft head; ngram: from the prompt and the response itself; suffix: from the other responses to the
     prompt too, those of earlier epochs included; head+suffix: of whichever is surer."""
@@ -87,11 +88,9 @@ class SpeculationOptions:
             raise InputError(f"--lenience is {self.lenience} with --rule {self.rule}; it belongs to --rule ratio")
         if self.tree == "full" and self.branches == 1:
             raise InputError("--tree is full with --branches 1, a chain; choose more branches")
-        if self.most_drafts < 1:
-            raise InputError(
-                f"--most-drafts is {self.most_drafts}; it must be at least 1 (--draft-length 0: no drafts)"
-            )
-        if self.most_drafts != 7 and not self.adaptive:
+        if not 1 <= self.most_drafts <= 64:
+            raise InputError(f"--most-drafts is {self.most_drafts}; choose 1 to 64, or --draft-length 0 for no drafts")
+        if self.most_drafts != MOST_DRAFTS and not self.adaptive:
             raise InputError(
                 f"--most-drafts {self.most_drafts} is for chains under --rule match and --draft-length auto; "
                 "leave it, or what is against it, out"
@@ -104,6 +103,13 @@ class SpeculationOptions:
     def adaptive(self) -> bool:
         """Whether a controller may choose the drafts of every round."""
         return self.draft_length == "auto" and self.rule == "match" and self.branches == 1
+
+    def drafts_with(self, drafter: Any, *, adaptive: bool) -> int:
+        """Drafts per round with a drafter; of a row at most, where a controller chooses."""
+        if self.draft_length != "auto":
+            return self.draft_length
+        wanted, most = self.most_drafts if adaptive else 3, most_drafts(drafter)
+        return wanted if most is None else min(wanted, most)
 
     @property
     def with_head(self) -> bool:

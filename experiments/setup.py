@@ -52,7 +52,8 @@ class PolicyShape:
 class Arm:
     """One finished GRPO run of an experiment.
 
-    label: for people. folder: its files. draft_length: drafts per round. report, program: what ran.
+    label: for people. folder: its files. draft_length: drafts per round, or of a row at most.
+    report, program: what ran.
     """
 
     label: str

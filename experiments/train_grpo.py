@@ -47,7 +47,6 @@ from specrl_jax.drafters.heads import (
     load_drafter,
     save_drafter,
 )
-from specrl_jax.drafters.protocol import most_drafts
 from specrl_jax.drafters.suffix import History, init_history
 from specrl_jax.errors import InputError
 from specrl_jax.models.config import PolicyConfig
@@ -99,11 +98,7 @@ class Session:
     def draft_length(self) -> int:
         """Drafts per round of the speculative arm; of a row at most, where a controller chooses."""
         options = self.config.speculation
-        if options.draft_length != "auto":
-            return options.draft_length
-        most = most_drafts(options.drafter(self.drafter))
-        wanted = options.most_drafts if options.adaptive else 3
-        return wanted if most is None else min(wanted, most)
+        return options.drafts_with(options.drafter(self.drafter), adaptive=options.adaptive)
 
     def engine(
         self, draft_length: int, samples: int, temperature: float | None = None, *, adaptive: bool = False

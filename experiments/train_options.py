@@ -120,8 +120,8 @@ class Config:
     law: LawFlags = LawOptions()
     speculation: SpeculationFlags = SpeculationOptions()
     acceptance_floor: float = 0.0
-    """Mean acceptance length of a dispatch below which drafting ends for the rest of the run; 0: never. With
-    --draft-length auto every round decides instead."""
+    """Mean acceptance length of a dispatch below which drafting ends for the rest of the run; 0: never. For a
+    --draft-length that is a number; auto decides while it runs."""
     history: int = 32
     """Earlier responses of a prompt that suffix drafts look in (jsonl tasks, whose prompts come again)."""
     couple_epochs: bool = False
@@ -196,10 +196,14 @@ class Config:
             raise InputError(f"--lenience {self.speculation.lenience} changes the law of the responses and {needs}")
         if self.loss_on == "full" and self.loss.importance_cap == 0.0:
             raise InputError(f"--loss-on full is not the law that responses are drawn from and {needs}")
-        if self.acceptance_floor and (self.lag or self.rollout_mesh is not None or self.speculation.adaptive):
+        if self.acceptance_floor and (self.lag or self.rollout_mesh is not None):
             raise InputError(
-                f"--acceptance-floor {self.acceptance_floor} does not go with --lag, --rollout-mesh or the default "
-                "--draft-length auto; leave it out or choose others"
+                f"--acceptance-floor {self.acceptance_floor} does not go with --lag or --rollout-mesh; leave one out"
+            )
+        if self.acceptance_floor and self.speculation.adaptive:
+            raise InputError(
+                f"--acceptance-floor is {self.acceptance_floor} and --draft-length auto, which chooses by acceptance "
+                "itself; leave it out, or give a number of drafts such as 3"
             )
         if self.lag and self.loss.importance_cap == 0.0:
             raise InputError(f"--lag {self.lag} learns from responses of older policies and {needs}")

@@ -176,12 +176,22 @@ def test_what_was_learned_fades_to_the_first_belief():
     assert float(forget(replace(begun, drafted=begun.drafted + 10.0)).drafted[0]) == 11.5
 
 
+def test_what_is_in_the_cache_makes_rounds_dearer_by_what_they_read():
+    bodies = (Body(1, 1), Body(1, 2))
+    control = initial_control(np.array([1.0, 1.2]), per_slot=np.array([0.001, 0.01]))
+    live, record = jnp.ones((1,), bool), jnp.zeros((1, 4))
+    for slots, seconds, body in ((0, [1.0, 1.2], 1), (200, [1.2, 3.2], 0)):
+        plan = plan_round(control, bodies, 1, live, record, jnp.int32(slots), jnp.int32(-1))
+        np.testing.assert_allclose(plan.seconds, seconds, rtol=1e-6)
+        assert int(plan.body) == body
+
+
 def test_default_bodies_serve_any_number_of_rows():
     for rows, longest in itertools.product((*range(1, 34), 64, 512), (1, 2, 3, 5, 7, 15)):
         bodies = default_bodies(rows, longest)
         assert len(set(bodies)) == len(bodies) <= 12
         assert Body(rows, rows) in bodies
-        assert Body(rows, rows * (1 + longest)) in bodies or len(bodies) == 12
+        assert Body(rows, rows * (1 + longest)) in bodies or (len(bodies) == 12 and rows * (1 + longest) > 256)
         assert all(body.rows <= body.tokens <= body.rows * (1 + longest) for body in bodies)
         RolloutConfig(8, 1, longest, SamplingLaw(end_ids=(1,)), adaptive=True).bodies_for(rows)
     assert Body(8, 8) in default_bodies(16, 3)

@@ -9,8 +9,9 @@ What is made small is the mean over rows of seconds per token: a row that expect
 rounds for each. Tokens per second of all rows together would send the drafts to the surest rows, and a batch ends
 with its slowest.
 
-1. Before a round, every body is valued by the tokens expected of each row, with the rows' records (`plan_round`):
-   that says how many rows are decoded together, whether they draft, and what a second is worth.
+1. Before a round (of many rows, before some rounds) every body is valued by the tokens expected of each row, with the
+   rows' records (`plan_round`): that says how many rows are decoded together, whether they draft, and what a second is
+   worth.
 2. While drafting, a row's survival is the product of what drafts of that confidence have been
    accepted; drafting stops when the next drafts are not worth the time to make and verify them.
 3. Of the bodies of so many rows the one is run whose best drafts are worth most beyond its time: sure drafts make a
@@ -70,7 +71,7 @@ def default_bodies(rows: int, longest: int) -> tuple[Body, ...]:
 
     Long-tailed responses leave few rows live for long: sizes that follow them pay more than finer numbers of drafts.
     Where that makes more than `MOST_BODIES`, one is left out: most drafts of all rows where these are very many tokens,
-    else the half without drafts, through which few responses pass quickly.
+    else the half without drafts: responses pass through it quickly.
     """
     shares: dict[int, tuple[int, ...]]
     if rows <= 4:

@@ -28,7 +28,6 @@ from specrl_jax.parallel.hosts import is_first, of_first
 from specrl_jax.rollout.control import Body, Control, Plan, initial_control
 from specrl_jax.rollout.engine import RolloutEngine
 from specrl_jax.rollout.noise import sequence_keys
-from specrl_jax.rollout.pool import Pool
 from specrl_jax.rollout.queue import Batch
 from specrl_jax.rollout.sampling import SamplingLaw
 
@@ -86,24 +85,21 @@ def _with_context(batch: Batch, context: int) -> Batch:
 class Timed:
     """Rounds of one kind that can be called again and again; each call starts from the same rows.
 
-    program: compiled. rounds: per call. batch: the rows. pool: the cache, handed from call to call.
+    program: compiled. rounds: per call. batch: the rows, of whose cache there are shapes: it lasts as long as a call.
     """
 
     program: Any
     rounds: int
     batch: Batch
-    pool: Pool
 
     def __call__(self, params: PolicyParams, draft: Any, batch: Batch | None = None) -> float:
         """Seconds per round; `batch` in place of the rows that are its own."""
-        rest = replace(self.batch if batch is None else batch, pool=None)  # type: ignore[arg-type]
-        # Rows are copied to where the weights are before the clock starts: a copy can take longer than a small round.
-        own = jax.block_until_ready(jax.device_put(jax.tree.map(jnp.copy, rest), _beside(params)))
+        # Copied to where the weights are before the clock starts: a copy can take longer than a small round.
+        own = jax.device_put(jax.tree.map(_copied, self.batch if batch is None else batch), _beside(params))
+        jax.block_until_ready(own)
         start = time.perf_counter()
-        after = jax.block_until_ready(self.program(params, draft, replace(own, pool=self.pool)))
-        seconds = time.perf_counter() - start
-        self.pool = after.pool
-        return seconds / self.rounds
+        jax.block_until_ready(self.program(params, draft, own))
+        return (time.perf_counter() - start) / self.rounds
 
 
 def timed_rounds(step: Step, batch: Batch, rounds: int) -> Timed:
@@ -112,7 +108,13 @@ def timed_rounds(step: Step, batch: Batch, rounds: int) -> Timed:
     def run(params: PolicyParams, draft: Any, start: Batch) -> Batch:
         return jax.lax.fori_loop(0, rounds, lambda _, b: step(params, draft, b), start)
 
-    return Timed(jax.jit(run, donate_argnums=2), rounds, batch, batch.pool)
+    keys, values = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), (batch.pool.keys, batch.pool.values))
+    lean = replace(batch, pool=replace(batch.pool, keys=keys, values=values))
+    return Timed(jax.jit(run, donate_argnums=2), rounds, lean)
+
+
+def _copied(leaf: Any) -> Array:
+    return jnp.zeros(leaf.shape, leaf.dtype) if isinstance(leaf, jax.ShapeDtypeStruct) else jnp.copy(leaf)
 
 
 def _beside(params: PolicyParams) -> jax.sharding.Sharding:
@@ -170,11 +172,12 @@ def measure_costs(
 def _per_slot(bodies: Sequence[Body], ends: Sequence[Body], more: Float[np.ndarray, "2"]) -> Float[np.ndarray, "n"]:
     """What a token in the cache of a row costs in each body, from what one in every row does in two of most rows.
 
-    Every query of a row reads it: between those two, and for fewer rows, it goes by the tokens of a row.
+    Every query of a row reads it: in the others it goes by the tokens of a row.
     """
-    queries = [body.tokens / body.rows for body in ends]
+    few, many = (body.tokens / body.rows for body in ends)
     least, most = np.maximum.accumulate(np.maximum(more, 0.0) / ends[0].rows)
-    return np.array([np.interp(body.tokens / body.rows, queries, [least, most]) for body in bodies])
+    slope = (most - least) / max(many - few, 1.0)
+    return np.array([least + slope * (body.tokens / body.rows - few) for body in bodies])
 
 
 def _hardly_ending(law: SamplingLaw, vocab_size: int) -> SamplingLaw:
@@ -217,7 +220,7 @@ def _rounds_of(engine: RolloutEngine, bodies: tuple[Body, ...], context: int, ro
 
     def step(params: PolicyParams, draft: Any, batch: Batch) -> Batch:
         after = own.planned_round(params, draft, batch, bodies[0].rows)
-        # Planning takes time too, though what it says is not followed.
+        # Planning takes time too where few rows are planned for in every round; what it says is not followed.
         plan, _ = jax.lax.optimization_barrier((batch.plan, after.plan))
         return replace(after, plan=plan)
 

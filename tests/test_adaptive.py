@@ -304,9 +304,11 @@ def test_costs_come_from_what_the_rounds_took(monkeypatch):
 
 @pytest.mark.parametrize(("more", "expected"), [([-1.0, 4.0], [0.0, 0.5, 1.0]), ([4.0, 2.0], [1.0, 1.0, 1.0])])
 def test_noise_makes_no_token_in_the_cache_a_gain(more, expected):
-    bodies = [Body(4, 4), Body(4, 8), Body(4, 12)]
-    per_slot = costs_module._per_slot(bodies, [bodies[0], bodies[2]], np.array(more))
-    np.testing.assert_allclose(per_slot, expected)
+    for bodies in ([Body(4, 4), Body(4, 8), Body(4, 12)], [Body(4, 4), Body(4, 5), Body(4, 6)]):
+        per_slot = costs_module._per_slot(bodies, [bodies[0], bodies[2]], np.array(more))
+        np.testing.assert_allclose(per_slot, expected)
+    # Where all bodies have as many tokens a row, there is one cost.
+    np.testing.assert_allclose(costs_module._per_slot([bodies[0]], [bodies[0]] * 2, np.array([4.0, 4.0])), [1.0])
 
 
 def test_timed_rounds_start_from_the_same_rows_where_the_weights_are():

@@ -176,7 +176,7 @@ def _per_slot(bodies: Sequence[Body], ends: Sequence[Body], more: Float[np.ndarr
     """
     few, many = (body.tokens / body.rows for body in ends)
     least, most = np.maximum.accumulate(np.maximum(more, 0.0) / ends[0].rows)
-    slope = (most - least) / max(many - few, 1.0)
+    slope = (most - least) / (many - few or 1.0)
     return np.array([least + slope * (body.tokens / body.rows - few) for body in bodies])
 
 

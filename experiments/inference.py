@@ -135,8 +135,6 @@ class Model:
         if drafter is None and options.drafts == "head+suffix":
             raise InputError("--drafts head+suffix needs the head's folder; give --drafter")
         draft_length = options.drafts_with(drafter, adaptive=False)
-        if drafter is None and options.draft_length == "auto":
-            draft_length = 0
         rollout = RolloutConfig(
             max_new_tokens=sampling.max_new_tokens,
             samples_per_prompt=sampling.samples,

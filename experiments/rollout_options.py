@@ -105,9 +105,11 @@ class SpeculationOptions:
         return self.draft_length == "auto" and self.rule == "match" and self.branches == 1
 
     def drafts_with(self, drafter: Any, *, adaptive: bool) -> int:
-        """Drafts per round with a drafter; of a row at most, where a controller chooses."""
+        """Drafts per round with a drafter or without one; of a row at most, where a controller chooses."""
         if self.draft_length != "auto":
             return self.draft_length
+        if drafter is None:
+            return 0
         wanted, most = self.most_drafts if adaptive else 3, most_drafts(drafter)
         return wanted if most is None else min(wanted, most)
 

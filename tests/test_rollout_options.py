@@ -44,3 +44,4 @@ def test_a_controller_chooses_the_drafts_of_chains_by_default(options, adaptive,
             continue
         session = SimpleNamespace(config=config, drafter=SimpleNamespace(most_drafts=made_for))
         assert train_grpo.Session.draft_length.fget(session) == least
+    assert config.speculation.drafts_with(None, adaptive=False) == options.get("draft_length", 0)

@@ -22,11 +22,11 @@ def _read(tokens, lengths, numerics):
 
 
 @pytest.mark.parametrize("numerics", [PLAIN, INVARIANT], ids=["plain", "invariant"])
-@pytest.mark.parametrize("chunk", [7, 32])
+@pytest.mark.parametrize("chunks", [(7,), (32,), (12, 3)], ids=str)
 @pytest.mark.parametrize("lengths", LENGTHS, ids=str)
-def test_prompts_side_by_side_are_those_by_themselves(lengths, chunk, numerics, monkeypatch):
-    """Keys, values and streams; prompts of nothing, of more than a page and of many chunks."""
-    monkeypatch.setattr(prefill, "chunk_tokens", lambda most: min(most, chunk))
+def test_prompts_side_by_side_are_those_by_themselves(lengths, chunks, numerics, monkeypatch):
+    """Keys, values and streams; prompts of nothing, of more than a page and of many chunks, of one size or two."""
+    monkeypatch.setattr(prefill, "chunk_sizes", lambda most: chunks)
     width = max(1, *lengths)
     lengths = jnp.asarray(lengths, jnp.int32)
     tokens = jnp.asarray(np.random.default_rng(0).integers(0, VOCAB, (len(lengths), width)), jnp.int32)
@@ -46,7 +46,7 @@ def test_prompts_side_by_side_are_those_by_themselves(lengths, chunk, numerics, 
 
 def test_caught_a_chunk_that_does_not_see_those_before(monkeypatch):
     """The planted bug: every chunk is read as if it were the first."""
-    monkeypatch.setattr(prefill, "chunk_tokens", lambda most: 8)
+    monkeypatch.setattr(prefill, "chunk_sizes", lambda most: (8,))
     lengths, tokens = jnp.asarray([17], jnp.int32), jnp.arange(17, dtype=jnp.int32)[None]
     _, right = _read(tokens, lengths, PLAIN)
     alone = policy_cache(POLICY, 1, 17, PLAIN)

@@ -126,11 +126,14 @@ class SyntheticMatch(Match):
 def in_turn(
     calls: Mapping[str, Callable[[], float]], repeats: int, discard: int = 1
 ) -> dict[str, Float[np.ndarray, "n"]]:
-    """Seconds of every call, made in turn (A B C A B C ...); the first `discard` turns are not counted."""
-    seconds: dict[str, list[float]] = {name: [] for name in calls}
-    for _ in range(repeats + discard):
-        for name, call in calls.items():
-            seconds[name].append(call())
+    """Seconds of every call, made in turn, forwards and backwards (A B C C B A ...), without the first `discard` turns.
+
+    What a call comes after changes its time by a percent: no call comes after the same one in every turn.
+    """
+    names, seconds = list(calls), {name: list[float]() for name in calls}
+    for turn in range(repeats + discard):
+        for name in names[:: 1 if turn % 2 == 0 else -1]:
+            seconds[name].append(calls[name]())
     return {name: np.array(values[discard:]) for name, values in seconds.items()}
 
 

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 import tyro
 
-from experiments.bare_products import ROUNDS, bare_attention, bare_calls, timed
+from experiments.bare_products import ROUNDS, bare_attention, bare_calls, second_of, timed
 from experiments.bench_models import (
     OneDevice,
     ShapeOptions,
@@ -132,11 +132,6 @@ def round_call(pair: Pair, engine: RolloutEngine, draft: Any, rows: int, context
     batch = standing_batch(engine, rows, context)
     rounds = timed_rounds(lambda p, d, b: engine.round(p, d, b)[0], batch, ROUNDS)
     return second_of(lambda: rounds(pair.params, draft if engine.speculative else None))
-
-
-def second_of(call: Callable[[], float]) -> Callable[[], float]:
-    """The call made twice, of which the second counts: like the floors' (`timed`), it runs right after itself."""
-    return lambda: (call(), call())[1]
 
 
 def part_calls(pair: Pair, engine: RolloutEngine, params: Any, rows: int, context: int) -> dict[str, Any]:

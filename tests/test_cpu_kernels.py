@@ -204,6 +204,19 @@ def test_attention_of_chains_and_padding(queries, any_registers):
     np.testing.assert_allclose(out, attention_by_hand(q, keys, values, table, reads), atol=2e-6)
 
 
+@pytest.mark.parametrize("lengths", [(1, 16, 17), (32, 33, 48), (49, 64, 65), (80, 81, 96)])
+def test_attention_to_a_part_of_a_page(lengths, any_registers):
+    """Of long pages, in which slots follow each other as in four short ones."""
+    q, keys, values, table = random_inputs(2)
+    below = np.array(lengths)[:, None] - np.array([1, 0])
+    pages = np.pad(table, ((0, 0), (0, 2)))
+    longer = [jnp.concatenate([pool[pages[:, i::4].ravel()] for i in range(4)], axis=2) for pool in (keys, values)]
+    own = np.arange(len(table) * 2, dtype=np.int32).reshape(-1, 2)
+    out = _attended(q, *longer, own, below, np.zeros_like(below), below[:, 1])
+    reads = [[list(range(count)) for count in row] for row in below]
+    np.testing.assert_allclose(out, attention_by_hand(q, keys, values, table, reads), atol=2e-6)
+
+
 def test_attention_of_a_tree(any_registers):
     tree = Tree.full(2, 2)
     q, keys, values, table = random_inputs(tree.size)

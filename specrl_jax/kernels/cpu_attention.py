@@ -141,27 +141,30 @@ class Attention(Kernel):
         pages: keys and values of this page, and of one to ask for.
         """
         code, slots, width = call.code, call.size(VALUES, 2), call.size(Q, 3)
+        # What no line of the tile reads is left out, of which a weight would be 0.
+        read = _rounded_up(lines.reach(first) - start, lanes()).least(slots)
+        scored = read.equals(lanes()).where(read, _rounded_up(read, _wide() * lanes())).least(slots)
         spare, scores = code.room(F32, _MOST_WIDTH), code.room(F32, _LINES * _MOST_SLOTS)
         known = lines.tile(first)
         asking = [call.operand(Q) + lines.place(line) for line in known]
-        rows = [scores + slots * i for i in range(_LINES)]
+        rows = [scores + _MOST_SLOTS * i for i in range(_LINES)]
         outs = [
             (first + i < lines.count).where_pointer(call.result(0) + lines.place(line), spare)
             for i, line in enumerate(known)
         ]
         (keys, values), (more_keys, more_values) = pages
-        self._products(code, "scores", asking, (keys, more_keys), slots, width, rows, [code.float(0.0)] * _LINES)
+        nothing = [code.float(0.0)] * _LINES
+        self._products(code, "scores", asking, (keys, more_keys), (scored, slots, width), rows, nothing)
         factors = code.room(F32, _LINES)
         state_of_lines = [memory + (first + i) for memory in state for i in range(_LINES)]
         masks = [lines.mask(line) for line in known]
-        whole = functools.reduce(Value.least, [below for below, _ in masks]).as_type(I64, "sext") > start + slots - 1
+        whole = functools.reduce(Value.least, [below for below, _ in masks]).as_type(I64, "sext") > start + read - 1
         for name, wanted in (("weigh_all", whole.equals(1)), ("weigh", whole.equals(0))):
             with code.if_(wanted):
                 arguments = [word for mask in masks for word in mask] + state_of_lines
-                code.call(self.functions[name], scores, slots, width, start, *arguments, factors)
-        self._products(
-            code, "mix", rows, (values, more_values), width, slots, outs, [factors[i] for i in range(_LINES)]
-        )
+                code.call(self.functions[name], scores, read, width, start, *arguments, factors)
+        counted = [factors[i] for i in range(_LINES)]
+        self._products(code, "mix", rows, (values, more_values), (width, width, read), outs, counted)
 
     def _products(
         self,
@@ -169,18 +172,21 @@ class Attention(Kernel):
         name: str,
         lines: list[Pointer],
         others: tuple[Pointer, Pointer],
-        across: Value,
-        along: Value,
+        sizes: tuple[Value, Value, Value],
         outs: list[Pointer],
         factors: list[Value],
     ) -> None:
-        """`out = factor * out + line @ others`, `others [along, across]`, a few vectors at a time and then one."""
+        """`out = factor * out + line @ others`, a few vectors at a time and then one.
+
+        sizes: numbers of `out`, how far apart those of `others` for two numbers of a line begin, and numbers of a line.
+        """
+        across, apart, along = sizes
         step = _wide() * lanes()
         whole = across // step * step
         for width, start, stop in (("wide", 0, whole), ("narrow", whole, across)):
             with code.loop(start, stop, step if width == "wide" else lanes()) as c:
                 read, written = ([place + c for place in places] for places in (others, outs))
-                code.call(self.functions[f"{name}_{width}"], *lines, *read, across, along, *written, *factors)
+                code.call(self.functions[f"{name}_{width}"], *lines, *read, apart, along, *written, *factors)
 
 
 @dataclass(frozen=True)
@@ -236,16 +242,20 @@ class _Lines:
         return functools.reduce(Value.most, ends).as_type(I64, "sext")
 
 
+def _rounded_up(size: Value, step: int) -> Value:
+    return (size + (step - 1)) // step * step
+
+
 def _write_outer(module: ir.Module, name: str, width: int, fresh: bool) -> ir.Function:
     """`out = factor * out + line @ others` for a few lines and `width` vectors of `others`; fresh: without what it was.
 
-    Arguments: lines, others, what to ask for meanwhile, sizes of `others`, outs, factors.
+    Arguments: lines, others, what to ask for meanwhile, how far apart others lie, numbers of a line, outs, factors.
     """
     kinds = [ADDRESS] * (_LINES + 2) + [I64, I64] + [ADDRESS] * _LINES + [F32] * _LINES
     with function(module, name, NOTHING, kinds) as (made, code):
         lines = [code.pointer(i, F32) for i in range(_LINES)]
         others, ahead = (code.pointer(_LINES + i, F32) for i in range(2))
-        across, along = code.arguments[_LINES + 2 : _LINES + 4]
+        apart, along = code.arguments[_LINES + 2 : _LINES + 4]
         outs = [code.pointer(_LINES + 4 + i, F32) for i in range(_LINES)]
         factors = code.arguments[-_LINES:]
         sums = []
@@ -254,9 +264,9 @@ def _write_outer(module: ir.Module, name: str, width: int, fresh: bool) -> ir.Fu
             starts = [code.zeros() if fresh else out.vector(v * lanes()) * scale for v in range(width)]
             sums.append([code.variable(start) for start in starts])
         with code.loop(0, along) as i:
-            read = [(others + i * across).vector(v * lanes()) for v in range(width)]
+            read = [(others + i * apart).vector(v * lanes()) for v in range(width)]
             for offset in range(0, width * lanes(), LINE):
-                (ahead + (i * across + offset)).prefetch()
+                (ahead + (i * apart + offset)).prefetch()
             for line, own in zip(lines, sums, strict=True):
                 number = line[i].everywhere()
                 for place, vector in zip(own, read, strict=True):
@@ -270,13 +280,13 @@ def _write_outer(module: ir.Module, name: str, width: int, fresh: bool) -> ir.Fu
 def _write_weigh(module: ir.Module, name: str, masked: bool) -> ir.Function:
     """The softmax of a tile's lines goes on over a page: scores become weights, and the sums so far count a factor.
 
-    Arguments: scores, slots of the page, width of a head, first slot, `below` and `bits` of every line, the lines' top
-    scores, their totals, and factors. Unmasked where all lines read the whole page.
+    Arguments: scores, slots to read, width of a head, first slot, `below` and `bits` of every line, the lines' top
+    scores, their totals, and factors. Unmasked where all lines read all of those slots.
     """
     kinds = [ADDRESS, I64, I64, I64] + [I32, I32] * _LINES + [ADDRESS] * (2 * _LINES + 1)
     with function(module, name, NOTHING, kinds) as (made, code):
         slots, width, start = code.arguments[1:4]
-        rows = [code.pointer(0, F32) + slots * i for i in range(_LINES)]
+        rows = [code.pointer(0, F32) + _MOST_SLOTS * i for i in range(_LINES)]
         masks = [(code.arguments[4 + 2 * i], code.arguments[5 + 2 * i]) for i in range(_LINES)]
         tops, sums = ([code.pointer(4 + (2 + n) * _LINES + i, F32) for i in range(_LINES)] for n in range(2))
         factors = code.pointer(4 + 4 * _LINES, F32)

@@ -14,6 +14,7 @@ _LOG = (
 )
 """p of log(1 + r) = r - r^2 / 2 + r^3 p(r), sqrt(1/2) - 1 <= r <= sqrt(2) - 1."""
 _LOG2_HIGH, _LOG2_LOW = 0.693359375, -2.12194440e-4
+_WHOLE = 1.5 * 2.0**23
 LEAST_EXPONENT = -87.0
 """What exp of it is is still a normal number."""
 
@@ -21,9 +22,12 @@ LEAST_EXPONENT = -87.0
 def exp(x: Value) -> Value:
     """The exponential of numbers of at most 0, to 2 units in the last place; tiny below -87, and of none again none."""
     x = x.most(LEAST_EXPONENT)
-    power = (x * (1.0 / math.log(2.0))).rounded()
+    # In the lowest bits of a number so large lies the whole number nearest to what was added to it.
+    raised = x * (1.0 / math.log(2.0)) + _WHOLE
+    power = raised - _WHOLE
     rest = x.plus_product(power, -_LOG2_HIGH).plus_product(power, -_LOG2_LOW)
-    scale = ((power.whole() + 127) << 23).as_type(x.raw.type, "bitcast")
+    bits = raised.as_type(ir.VectorType(I32, x.raw.type.count), "bitcast")
+    scale = ((bits + 127) << 23).as_type(x.raw.type, "bitcast")
     return (rest + 1.0).plus_product(_polynomial(rest, _EXP), rest * rest) * scale
 
 

@@ -176,17 +176,6 @@ class Value:
         """`self + a * b`, rounded once."""
         return a._by("fma", self.filled(b) if not isinstance(b, Value) else b, self)
 
-    def rounded(self) -> "Value":
-        """The nearest whole numbers, as floats."""
-        return self._by("rint")
-
-    def whole(self) -> "Value":
-        """Floats of a vector as integers of 32 bits."""
-        kind = ir.VectorType(I32, self.raw.type.count)
-        name = f"llvm.fptosi.sat.v{kind.count}i32.v{kind.count}f32"
-        called = external(self.builder.module, name, ir.FunctionType(kind, [self.raw.type]))
-        return Value(self.builder, self.builder.call(called, [self.raw]))
-
     def root(self) -> "Value":
         """The square root."""
         return self._by("sqrt")

@@ -7,6 +7,7 @@ compiler, over weights, pool and drafter state. Prefill: a prompt with `--group`
 sample. Compilation: lowering and compiling one round of every kind, without the persistent cache.
 """
 
+import functools
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -18,11 +19,12 @@ import numpy as np
 import tyro
 from jax.experimental.compilation_cache import compilation_cache
 
-from experiments.bench_models import OneDevice, ShapeOptions, in_turn, open_expanded, parts_of, ratio_columns
+from experiments.bench_models import OneDevice, ShapeOptions, open_expanded, parts_of
 from experiments.bench_work import endless_law, long_tailed, noise_keys, random_prompts
 from experiments.common import Run, RunOptions, check_least, run_main
 from experiments.expand import Pair, size
 from experiments.outputs import check_output, markdown_table, open_output, provenance, write_results
+from experiments.turns import in_turn, ratio_columns, seconds_of
 from specrl_jax.errors import InputError
 from specrl_jax.models.numerics import Numerics
 from specrl_jax.rollout.config import RolloutConfig
@@ -119,13 +121,7 @@ def prefill(pair: Pair, config: Config) -> dict[str, Any]:
     for samples in (1, config.group):
         engine = engine_of(pair, 64, draft_length=config.draft_length, samples=samples)
         program, keys = jax.jit(engine.start), noise_keys(prompts, samples)
-
-        def call(program: Any = program, keys: Any = keys) -> float:
-            start = time.perf_counter()
-            jax.block_until_ready(program(pair.params, pair.draft, prompts, keys))
-            return time.perf_counter() - start
-
-        calls[str(samples)] = call
+        calls[str(samples)] = seconds_of(functools.partial(program, pair.params, pair.draft, prompts, keys))
     seconds = in_turn(calls, config.repeats)
     return {
         "part": "prefill of a group",

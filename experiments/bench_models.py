@@ -1,14 +1,11 @@
-"""What the benchmarks share: an expanded policy with its draft head, synthetic acceptance, paired times."""
+"""What the benchmarks share: an expanded policy with its draft head, and synthetic acceptance."""
 
 import math
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
-import numpy as np
-from jaxtyping import Float
 
 from experiments.expand import Pair, expand, load_pair, random_pair, size
 from specrl_jax.data.tokenizers import arithmetic_tokenizer, load_tokenizer
@@ -121,34 +118,3 @@ class SyntheticMatch(Match):
         slots = jnp.arange(own.shape[1], dtype=jnp.int32)[None]
         tokens = jnp.where(slots < accepted[:, None], jnp.pad(drafts, ((0, 0), (0, 1))), own)
         return Proposed(tokens, accepted)
-
-
-def in_turn(
-    calls: Mapping[str, Callable[[], float]], repeats: int, discard: int = 1
-) -> dict[str, Float[np.ndarray, "n"]]:
-    """Seconds of every call, made in turn, forwards and backwards (A B C C B A ...), without the first `discard` turns.
-
-    What a call comes after changes its time by a percent: no call comes after the same one in every turn.
-    """
-    names, seconds = list(calls), {name: list[float]() for name in calls}
-    for turn in range(repeats + discard):
-        for name in names[:: 1 if turn % 2 == 0 else -1]:
-            seconds[name].append(calls[name]())
-    return {name: np.array(values[discard:]) for name, values in seconds.items()}
-
-
-def ratio(numerator: Float[np.ndarray, "n"], denominator: Float[np.ndarray, "n"]) -> tuple[float, float, float]:
-    """Median of paired ratios, and its 95% interval from order statistics."""
-    ratios = np.sort(numerator / denominator)
-    count = len(ratios)
-    # Ranks that a median lies between with 95%: a binomial of `count` fair coins.
-    below = np.cumsum([math.comb(count, i) for i in range(count + 1)]) / 2.0**count
-    low = max(0, int(np.searchsorted(below, 0.025)) - 1)
-    return float(np.median(ratios)), float(ratios[low]), float(ratios[count - 1 - low])
-
-
-def ratio_columns(
-    name: str, numerator: Float[np.ndarray, "n"], denominator: Float[np.ndarray, "n"]
-) -> dict[str, float]:
-    """`ratio` as a table has it: `name`, `name_low` and `name_high`."""
-    return dict(zip((name, f"{name}_low", f"{name}_high"), ratio(numerator, denominator), strict=True))

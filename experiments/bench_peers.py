@@ -21,22 +21,14 @@ import numpy as np
 import tyro
 
 from experiments.bare_products import bare_calls
-from experiments.bench_models import (
-    PAUSE_S,
-    OneDevice,
-    ShapeOptions,
-    in_turn,
-    open_expanded,
-    parts_of,
-    ratio_columns,
-    save_pair,
-)
+from experiments.bench_models import PAUSE_S, OneDevice, ShapeOptions, open_expanded, parts_of, save_pair
 from experiments.bench_work import Work, WorkFlags, WorkOptions, make_work, noise_keys
 from experiments.common import Run, RunOptions, check_least, run_main
 from experiments.expand import Pair
 from experiments.outputs import check_output, markdown_table, open_output, provenance, write_results
 from experiments.peers.client import Peer, check_environments
 from experiments.rollout_options import Drafts, drafter_for
+from experiments.turns import in_turn, ratio_columns
 from specrl_jax.drafters.combined import params_for
 from specrl_jax.errors import InputError
 from specrl_jax.models.numerics import Numerics

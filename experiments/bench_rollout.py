@@ -26,20 +26,13 @@ import numpy as np
 import tyro
 
 from experiments.bare_products import allowed_speedup, floor_calls, floors_by_turn
-from experiments.bench_models import (
-    OneDevice,
-    ShapeOptions,
-    SyntheticMatch,
-    in_turn,
-    open_expanded_or_small,
-    parts_of,
-    ratio_columns,
-)
+from experiments.bench_models import OneDevice, ShapeOptions, SyntheticMatch, open_expanded_or_small, parts_of
 from experiments.bench_work import Lengths, Work, WorkFlags, WorkOptions, make_work, noise_keys
 from experiments.common import Run, RunOptions, check_least, progress, run_main
 from experiments.expand import Pair
 from experiments.outputs import check_output, markdown_table, open_output, provenance, write_results
 from experiments.rollout_options import Drafts, drafter_for
+from experiments.turns import in_turn, ratio_columns
 from specrl_jax.drafters.combined import params_for
 from specrl_jax.drafters.eagle3 import Eagle3Drafter
 from specrl_jax.errors import InputError

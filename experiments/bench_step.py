@@ -27,11 +27,8 @@ from experiments.bench_models import (
     OneDevice,
     ShapeOptions,
     SyntheticMatch,
-    in_turn,
     open_expanded,
     parts_of,
-    ratio,
-    ratio_columns,
     save_pair,
 )
 from experiments.bench_work import endless_law
@@ -40,6 +37,7 @@ from experiments.expand import Pair
 from experiments.outputs import check_output, markdown_table, open_output, provenance, write_results
 from experiments.peers.client import Peer, check_environments
 from experiments.peers.stepper import PROMPTS, SAMPLES
+from experiments.turns import in_turn, ratio, ratio_columns
 from specrl_jax.data.arithmetic import Split
 from specrl_jax.data.prompts import Prompts
 from specrl_jax.errors import InputError

@@ -9,23 +9,23 @@ whose figures stand beside ours. Intervals are 95%, of the mean over seeds. Synt
 trained head `--training-seconds` says what it cost, and `paid_back` after how many rollouts it has been made up for.
 """
 
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Annotated, Any, NamedTuple
 
 import jax
 import numpy as np
 import tyro
 
-from experiments.bench_models import OneDevice, ShapeOptions, SyntheticMatch, in_turn, open_expanded_or_small, parts_of
+from experiments.bench_models import OneDevice, ShapeOptions, SyntheticMatch, open_expanded_or_small, parts_of
 from experiments.bench_rollout import Config as RolloutBench
 from experiments.bench_rollout import fixed_arm, rollout_of
 from experiments.bench_work import Work, WorkFlags, WorkOptions, make_work, noise_keys
 from experiments.common import Run, RunOptions, check_least, progress, run_main
 from experiments.outputs import check_output, markdown_table, open_output, provenance, write_results
 from experiments.seeds import mean_over_seeds
+from experiments.turns import in_turn, seconds_of
 from specrl_jax.errors import InputError
 from specrl_jax.rollout.engine import RolloutEngine
 from specrl_jax.rollout.rules import Match
@@ -125,13 +125,7 @@ def reading_arm(bench: RolloutBench, pair: Any, work: Work, rows: int) -> Callab
     """The prompts alone."""
     engine = rollout_of(bench, pair, work, rows, 0, Match(), False)
     program, keys = reading_program(engine), noise_keys(work.prompts)
-
-    def call() -> float:
-        start = time.perf_counter()
-        jax.block_until_ready(program(pair.params, None, work.prompts, keys))
-        return time.perf_counter() - start
-
-    return call
+    return seconds_of(partial(program, pair.params, None, work.prompts, keys))
 
 
 def row_of(config: Config, rows: int, workload: str, k: int, seeds: list[dict[int, Found]]) -> dict[str, Any]:

@@ -19,7 +19,6 @@ import jax
 import numpy as np
 
 from experiments import train_draft
-from experiments.bench_models import in_turn
 from experiments.bench_rollout import Arm, rollout_program
 from experiments.bench_work import noise_keys
 from experiments.common import check_least, run_main
@@ -29,6 +28,7 @@ from experiments.inference import Model, open_model
 from experiments.outputs import check_output, markdown_table, open_output, provenance, write_results
 from experiments.seeds import grouped, mean_over_seeds, over_seeds
 from experiments.train_draft import HeadOptions, Work
+from experiments.turns import in_turn
 from specrl_jax.data.prompts import Prompts
 from specrl_jax.drafters.combined import CombinedDrafter, params_for
 from specrl_jax.drafters.heads import HeadDrafter

@@ -4,7 +4,6 @@ A draw with noise (integer hash of sequence, position and token, two logarithms,
 with the same draw without noise, and with a decode step of the policy. Weights are random; only shapes matter.
 """
 
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -16,6 +15,7 @@ from jaxtyping import Array, Float, Int, UInt32
 
 from experiments.common import Run, RunOptions, check_least, run_main
 from experiments.outputs import check_output, markdown_table, open_output, provenance, write_results
+from experiments.turns import in_turn, seconds_of
 from specrl_jax.errors import InputError
 from specrl_jax.models.config import Dtype
 from specrl_jax.models.numerics import Numerics
@@ -98,13 +98,8 @@ def calls_for(config: Config, rows: int) -> dict[str, Callable[[], Any]]:
 def measure(config: Config, rows: int) -> dict[str, Any]:
     """Medians over repeats in turn, and the noise as a share of the step of the same turn."""
     calls = calls_for(config, rows)
-    seconds: dict[str, list[float]] = {name: [] for name in calls}
-    for _ in range(config.repeats + 2):
-        for name, call in calls.items():
-            start = time.perf_counter()
-            jax.block_until_ready(call())
-            seconds[name].append(time.perf_counter() - start)
-    step, draw, without = (np.array(seconds[name][2:]) for name in ("step", "draw", "without"))
+    seconds = in_turn({name: seconds_of(call) for name, call in calls.items()}, config.repeats, discard=2)
+    step, draw, without = (seconds[name] for name in ("step", "draw", "without"))
     shares = (draw - without) / (step + draw)
     return {
         "shape": config.shape,

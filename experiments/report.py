@@ -4,15 +4,14 @@ import dataclasses
 import functools
 import resource
 import sys
-import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import jax
 import numpy as np
 
 from experiments.outputs import markdown_table, write_results
 from experiments.setup import Arm
+from experiments.turns import in_turn, seconds_of
 from specrl_jax.models.weights import params_sha256
 from specrl_jax.rl.grpo import GrpoState
 from specrl_jax.rl.pass_at_k import mean_ci95
@@ -20,7 +19,7 @@ from specrl_jax.training.metrics import read_metrics, write_json
 from specrl_jax.training.plots import plot_run
 
 TIMED_PAIRS = 5
-"""Rollouts of each arm that are timed in turn, A B A B."""
+"""Rollouts of each arm that are timed in turn."""
 
 
 def why_slower(arms: Sequence[Arm], speedup: float) -> str:
@@ -47,19 +46,13 @@ def mean_of(rows: Sequence[Mapping[str, Any]], name: str) -> float | None:
 
 def time_rollouts(arms: Sequence[Arm]) -> dict[str, list[float]]:
     """Seconds of the same rollout (final policy and drafter, next prompts) in every arm, in turn."""
-    calls: dict[str, Callable[[], Any]] = {}
+    calls: dict[str, Callable[[], float]] = {}
     state: GrpoState = arms[0].report.state
     prompts, _ = arms[0].program.issue(arms[0].program.gather(state))
     for arm in arms:
         own = state if arm.draft_length else dataclasses.replace(state, draft=None, draft_opt_state=None, control=None)
-        calls[arm.label] = functools.partial(arm.program.rollout, arm.program.gather(own), prompts)
-    seconds: dict[str, list[float]] = {label: [] for label in calls}
-    for _ in range(TIMED_PAIRS + 1):
-        for label, call in calls.items():
-            start = time.perf_counter()
-            jax.block_until_ready(call())
-            seconds[label].append(time.perf_counter() - start)
-    return {label: values[1:] for label, values in seconds.items()}
+        calls[arm.label] = seconds_of(functools.partial(arm.program.rollout, arm.program.gather(own), prompts))
+    return {label: values.tolist() for label, values in in_turn(calls, TIMED_PAIRS).items()}
 
 
 def peak_memory_gb() -> float:

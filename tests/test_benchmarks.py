@@ -13,9 +13,10 @@ from tiny import POLICY, random_eagle3
 
 from experiments import bench_rollout, draft_length
 from experiments.bare_products import Floors, allowed_speedup, floor_calls, floors_by_turn, live_rows
-from experiments.bench_models import ShapeOptions, SyntheticMatch, in_turn, open_expanded, ratio
+from experiments.bench_models import ShapeOptions, SyntheticMatch, open_expanded
 from experiments.draft_length import Found
 from experiments.seeds import mean_over_seeds
+from experiments.turns import in_turn, ratio
 from specrl_jax.drafters.suffix import SuffixDrafter
 from specrl_jax.errors import InputError
 from specrl_jax.models.tree import Tree

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from specrl_jax.models.backend import made_for
 from specrl_jax.rollout.config import RolloutConfig
 from specrl_jax.rollout.control import (
     BINS,
@@ -191,13 +192,16 @@ def test_default_bodies_serve_any_number_of_rows():
         bodies = default_bodies(rows, longest)
         assert len(set(bodies)) == len(bodies) <= 12
         assert Body(rows, rows) in bodies
-        assert Body(rows, rows * (1 + longest)) in bodies or (len(bodies) == 12 and rows * (1 + longest) > 256)
+        assert Body(rows, rows * (1 + longest)) in bodies or (len(bodies) == 12 and rows * (1 + longest) > 64)
         assert all(body.rows <= body.tokens <= body.rows * (1 + longest) for body in bodies)
         RolloutConfig(8, 1, longest, SamplingLaw(end_ids=(1,)), adaptive=True).bodies_for(rows)
     assert Body(8, 8) in default_bodies(16, 3)
     # Of very many rows most drafts are left out in its place.
     assert {Body(64, 512), Body(32, 32)} & set(default_bodies(64, 7)) == {Body(32, 32)}
-    assert {Body(16, 128), Body(8, 8)} & set(default_bodies(16, 7)) == {Body(16, 128)}
+    for platform, kept in (("cpu", Body(8, 8)), ("gpu", Body(16, 128)), ("tpu", Body(16, 128))):
+        with made_for(platform):
+            assert {Body(16, 128), Body(8, 8)} & set(default_bodies(16, 7)) == {kept}
+    assert {Body(8, 64), Body(4, 4)} & set(default_bodies(8, 7)) == {Body(8, 64)}
 
 
 def test_a_plan_pays_for_the_steps_of_the_rows_that_are_live():

@@ -28,10 +28,11 @@ from flax import struct
 from jaxtyping import Array, Bool, Float, Int
 
 from specrl_jax.errors import InputError
+from specrl_jax.models.backend import backend
 from specrl_jax.parallel.sharding import sum_over_rows
 
 MOST_BODIES = 12  # each is compiled
-_MANY = 256  # tokens of a round, beyond which more take their time everywhere
+_MANY, _MANY_ON_A_CPU = 256, 64  # tokens of a round, beyond which more take their time
 BINS = 16
 DEPTHS = 16  # deeper drafts count as the last
 _MEMORY = 0.98  # of a row's record, per round; half of it is 34 rounds old
@@ -82,7 +83,8 @@ def default_bodies(rows: int, longest: int) -> tuple[Body, ...]:
     bodies = {Body(size, size * (1 + min(share, longest))) for size, own in shares.items() for share in own}
     if len(bodies) > MOST_BODIES:
         largest, half = Body(rows, rows * (1 + longest)), Body(-(-rows // 2), -(-rows // 2))
-        bodies.remove(largest if largest.tokens > _MANY else half)
+        many = _MANY_ON_A_CPU if backend() == "cpu" else _MANY
+        bodies.remove(largest if largest.tokens > many else half)
     return tuple(sorted(bodies, key=lambda body: (-body.rows, body.tokens)))
 
 

@@ -1,6 +1,5 @@
 """The least that rounds could cost: their matrix products alone, and what drafts could then save."""
 
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,6 +10,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from experiments.expand import Pair
+from experiments.turns import second_of, seconds_of
 from specrl_jax.models.attention import paged_attention
 from specrl_jax.models.cache import KVCache
 from specrl_jax.models.linear import linear, linears
@@ -24,18 +24,8 @@ ROUNDS = 4
 def timed(fn: Callable[[Any, Any], Any], weights: Any, x: Any, trips: int = ROUNDS) -> Callable[[], float]:
     """`fn(weights, x)`, which keeps the shape of `x`, `trips` times in one program; tells its seconds per trip."""
     compiled = jax.jit(lambda weights, x: jax.lax.fori_loop(0, trips, lambda _, y: fn(weights, y), x))
-
-    def call() -> float:
-        start = time.perf_counter()
-        jax.block_until_ready(compiled(weights, x))
-        return (time.perf_counter() - start) / trips
-
-    return second_of(call)
-
-
-def second_of(call: Callable[[], float]) -> Callable[[], float]:
-    """The call made twice; the second counts, since right after a rollout the first products take a quarter longer."""
-    return lambda: (call(), call())[1]
+    call = seconds_of(lambda: compiled(weights, x))
+    return second_of(lambda: call() / trips)
 
 
 def bare_policy(params: Any, x: Float[Array, "n d"]) -> Float[Array, "n d"]:

@@ -20,13 +20,13 @@ import jax.numpy as jnp
 import numpy as np
 import tyro
 
-from experiments.bare_products import ROUNDS, bare_attention, bare_calls, second_of, timed
+from experiments.bare_products import ROUNDS, bare_attention, bare_calls, timed
 from experiments.bench_models import OneDevice, ShapeOptions, SyntheticMatch, open_expanded, parts_of
 from experiments.bench_work import endless_law
 from experiments.common import Run, RunOptions, check_least, progress, run_main
 from experiments.expand import Pair
 from experiments.outputs import check_output, markdown_table, open_output, provenance, write_results
-from experiments.turns import in_turn, ratio, ratio_columns
+from experiments.turns import in_turn, ratio, ratio_columns, second_of
 from specrl_jax.drafters.block import BlockDrafter
 from specrl_jax.drafters.block_params import BlockConfig, init_block
 from specrl_jax.drafters.eagle3 import Eagle3Drafter

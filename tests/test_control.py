@@ -188,11 +188,13 @@ def test_what_is_in_the_cache_makes_rounds_dearer_by_what_they_read():
 
 
 def test_default_bodies_serve_any_number_of_rows():
-    for rows, longest in itertools.product((*range(1, 34), 64, 512), (1, 2, 3, 5, 7, 15)):
-        bodies = default_bodies(rows, longest)
+    sizes, platforms = ((*range(1, 34), 64, 512), (1, 2, 3, 5, 7, 15)), (("cpu", 64), ("gpu", 256))
+    for rows, longest, (platform, many) in itertools.product(*sizes, platforms):
+        with made_for(platform):
+            bodies = default_bodies(rows, longest)
         assert len(set(bodies)) == len(bodies) <= 12
         assert Body(rows, rows) in bodies
-        assert Body(rows, rows * (1 + longest)) in bodies or (len(bodies) == 12 and rows * (1 + longest) > 64)
+        assert Body(rows, rows * (1 + longest)) in bodies or (len(bodies) == 12 and rows * (1 + longest) > many)
         assert all(body.rows <= body.tokens <= body.rows * (1 + longest) for body in bodies)
         RolloutConfig(8, 1, longest, SamplingLaw(end_ids=(1,)), adaptive=True).bodies_for(rows)
     assert Body(8, 8) in default_bodies(16, 3)

@@ -10,7 +10,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from experiments.expand import Pair
-from experiments.turns import second_of, seconds_of
+from experiments.turns import after_itself, seconds_of
 from specrl_jax.models.attention import paged_attention
 from specrl_jax.models.cache import KVCache
 from specrl_jax.models.linear import linear, linears
@@ -25,7 +25,7 @@ def timed(fn: Callable[[Any, Any], Any], weights: Any, x: Any, trips: int = ROUN
     """`fn(weights, x)`, which keeps the shape of `x`, `trips` times in one program; tells its seconds per trip."""
     compiled = jax.jit(lambda weights, x: jax.lax.fori_loop(0, trips, lambda _, y: fn(weights, y), x))
     call = seconds_of(lambda: compiled(weights, x))
-    return second_of(lambda: call() / trips)
+    return after_itself(lambda: call() / trips)
 
 
 def bare_policy(params: Any, x: Float[Array, "n d"]) -> Float[Array, "n d"]:

@@ -26,19 +26,20 @@ from experiments.bench_work import endless_law
 from experiments.common import Run, RunOptions, check_least, progress, run_main
 from experiments.expand import Pair
 from experiments.outputs import check_output, markdown_table, open_output, provenance, write_results
-from experiments.turns import in_turn, ratio, ratio_columns, second_of
+from experiments.turns import after_itself, in_turn, ratio, ratio_columns
 from specrl_jax.drafters.block import BlockDrafter
 from specrl_jax.drafters.block_params import BlockConfig, init_block
 from specrl_jax.drafters.eagle3 import Eagle3Drafter
 from specrl_jax.drafters.suffix import History, SuffixDrafter, init_history
 from specrl_jax.errors import InputError
 from specrl_jax.models.numerics import Numerics
+from specrl_jax.models.params import PolicyParams
 from specrl_jax.models.policy import ForwardOutput, forward, grid_batch, policy_cache
 from specrl_jax.rollout.config import RolloutConfig
 from specrl_jax.rollout.engine import RolloutEngine
 from specrl_jax.rollout.queue import Batch
 from specrl_jax.rollout.sampling import Context, sample_tokens
-from specrl_jax.training.costs import standing_batch, timed_rounds
+from specrl_jax.training.costs import Timed, standing_batch, timed_rounds
 from specrl_jax.training.metrics import write_json
 from specrl_jax.training.speed_plots import draw_round_cost
 
@@ -122,8 +123,13 @@ def earlier_epoch(engine: RolloutEngine, rows: int, seed: int) -> History:
 def round_call(pair: Pair, engine: RolloutEngine, draft: Any, rows: int, context: int) -> Callable[[], float]:
     """Rounds of the engine."""
     batch = standing_batch(engine, rows, context)
-    rounds = timed_rounds(lambda p, d, b: engine.round(p, d, b)[0], batch, ROUNDS)
-    return second_of(lambda: rounds(pair.params, draft if engine.speculative else None))
+    rounds = timed_rounds(lambda p, d, b: engine.round(p, d, b)[0], batch)
+    return per_round(rounds, pair.params, draft if engine.speculative else None)
+
+
+def per_round(rounds: Timed, params: PolicyParams, draft: Any) -> Callable[[], float]:
+    """Seconds of a round, right after a call like it."""
+    return after_itself(lambda: rounds(params, draft, ROUNDS) / ROUNDS)
 
 
 def part_calls(pair: Pair, engine: RolloutEngine, params: Any, rows: int, context: int) -> dict[str, Any]:
@@ -166,10 +172,10 @@ def part_calls(pair: Pair, engine: RolloutEngine, params: Any, rows: int, contex
         # Not the first rows alone: XLA would then sort the vocabulary.
         return jnp.max(law.token.reshape(rows, -1), axis=1) % 2
 
-    whole = timed_rounds(forwards, batch, ROUNDS)
+    whole = timed_rounds(forwards, batch)
     return {
         "draft": timed(draft, params, standing.last_token),
-        "forward": second_of(lambda: whole(pair.params, None)),
+        "forward": per_round(whole, pair.params, None),
         "draw": timed(draw, pair.params, standing.last_token),
     }
 

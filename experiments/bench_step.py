@@ -10,7 +10,7 @@ measured speed-up of the rollout alone predict.
 
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -136,7 +136,7 @@ def program_of(pair: Pair, config: Config, draft_length: int, kl_coef: float) ->
 
 
 class OurStep:
-    """Steps of ours, one per call. `rollout` times the next step's rollout alone."""
+    """Steps of ours, one per call; `rollouts` are the seconds of their rollouts, timed alone before each."""
 
     def __init__(self, pair: Pair, config: Config, draft_length: int, kl_coef: float) -> None:
         self._program = program_of(pair, config, draft_length, kl_coef)
@@ -144,9 +144,11 @@ class OurStep:
         state = self._program.step.init(pair.params, pair.draft if draft_length else None, reference)
         self._state: GrpoState = self._program.place(state)
         self._scanned = self._program.scanned(1)
+        self.rollouts: list[float] = []
 
     def __call__(self) -> float:
         """Seconds of a step."""
+        self.rollouts.append(self._rollout())
         time.sleep(PAUSE_S)
         start = time.perf_counter()
         self._state, (_, trajectory, _) = jax.block_until_ready(self._scanned(self._state))
@@ -154,7 +156,7 @@ class OurStep:
         assert bool(jnp.all(trajectory.lengths == trajectory.tokens.shape[-1]))
         return seconds
 
-    def rollout(self) -> float:
+    def _rollout(self) -> float:
         """Seconds of the rollout that the next step will begin with."""
         served = self._program.gather(self._state)
         prompts, _ = jax.block_until_ready(self._program.issue(served))
@@ -193,11 +195,10 @@ def open_peer(name: str, config: Config, folder: Path, kl_coef: float, stack: Ex
 def measure(pair: Pair, config: Config, kl_coef: float, peers: Mapping[str, TheirStep]) -> list[dict[str, Any]]:
     """A row of the table per arm."""
     ours = {k: OurStep(pair, config, k, kl_coef) for k in (0, *config.draft_lengths)}
-    calls: dict[str, Any] = {}
-    for k, arm in ours.items():
-        calls |= {f"rollout {k}": arm.rollout, f"ours, {k} drafts": arm}
+    calls: dict[str, Callable[[], float]] = {f"ours, {k} drafts": arm for k, arm in ours.items()}
     seconds = in_turn(calls | dict(peers), config.repeats, discard=2)
-    plain, plain_rollout = seconds["ours, 0 drafts"], seconds["rollout 0"]
+    rollouts = {k: np.array(arm.rollouts[-config.repeats :]) for k, arm in ours.items()}
+    plain, plain_rollout = seconds["ours, 0 drafts"], rollouts[0]
     passes = "reference" if kl_coef else "none"
 
     def row(name: str, against: Float[np.ndarray, "n"], own: Float[np.ndarray, "n"]) -> dict[str, Any]:
@@ -206,7 +207,7 @@ def measure(pair: Pair, config: Config, kl_coef: float, peers: Mapping[str, Thei
 
     table = []
     for k in ours:
-        name, rollout = f"ours, {k} drafts", seconds[f"rollout {k}"]
+        name, rollout = f"ours, {k} drafts", rollouts[k]
         share, faster = ratio(rollout, seconds[name])[0], ratio(plain_rollout, rollout)[0]
         predicted = float(np.median(plain / (plain - plain_rollout + rollout)))
         drafted = {"synthetic_survival": config.survival or None} if k else {}

@@ -13,9 +13,9 @@
 
 import dataclasses
 import math
-import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import jax
@@ -45,6 +45,7 @@ from experiments.inference import (
 )
 from experiments.outputs import markdown_table, open_output, provenance, write_results
 from experiments.probe_drafters import Adversary, corrupted
+from experiments.turns import in_turn, ratio_columns, seconds_of
 from specrl_jax.drafters.heads import init_head
 from specrl_jax.drafters.protocol import Drafter
 from specrl_jax.drafters.replay import Replay, ReplayDrafter
@@ -387,22 +388,20 @@ def costs(scene: Scene, config: Config) -> list[dict[str, Any]]:
     for count in config.cost_rows:
         part = take(scene, count)
         engines = {block: RolloutEngine(scene.policy, rollout, numerics) for block, numerics in kinds.items()}
-        calls = {block: (jax.jit(engine.rollout), jax.jit(engine.start)) for block, engine in engines.items()}
-        seconds: dict[int, list[float]] = {block: [] for block in calls}
-        for _ in range(config.repeats + 1):
-            for block, (whole, prefill) in calls.items():
-                times = [time.perf_counter()]
-                for call in (whole, prefill):
-                    jax.block_until_ready(call(scene.params, None, part.prompts, part.keys))
-                    times.append(time.perf_counter())
-                seconds[block].append((times[1] - times[0]) - (times[2] - times[1]))
-        plain = np.array(seconds.pop(0)[1:])
+        seconds = in_turn({str(block): decoding(engine, part) for block, engine in engines.items()}, config.repeats)
+        plain = seconds.pop("0")
         for block, measured in seconds.items():
-            ratios = np.array(measured[1:]) / plain
-            row = {"rows": count, "dtype": scene.policy.dtype, "token_block": block, "cost": float(np.median(ratios))}
-            row |= {"cost_low": float(ratios.min()), "cost_high": float(ratios.max())}
+            row: dict[str, Any] = {"rows": count, "dtype": scene.policy.dtype, "token_block": int(block)}
+            row |= ratio_columns("cost", measured, plain)
             rows.append(row | {"plain_step_ms": 1e3 * float(np.median(plain)) / (config.cost_tokens - 1)})
     return rows
+
+
+def decoding(engine: RolloutEngine, scene: Scene) -> Callable[[], float]:
+    """Seconds of a rollout beside those of reading its prompts."""
+    programs = (jax.jit(engine.rollout), jax.jit(engine.start))
+    whole, prefill = (seconds_of(partial(p, scene.params, None, scene.prompts, scene.keys)) for p in programs)
+    return lambda: whole() - prefill()
 
 
 def cast(model: Model, dtype: Any) -> Model:

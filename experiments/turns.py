@@ -21,22 +21,22 @@ def seconds_of(call: Callable[[], Any]) -> Callable[[], float]:
     return timed
 
 
-def second_of(call: Callable[[], float]) -> Callable[[], float]:
-    """The call made twice; the second counts, since right after a rollout the first products take a quarter longer."""
+def after_itself(call: Callable[[], float]) -> Callable[[], float]:
+    """The call made twice, of which the second counts: right after another program the first products take longer."""
     return lambda: (call(), call())[1]
 
 
 def in_turn(
     calls: Mapping[str, Callable[[], float]], repeats: int, discard: int = 1
 ) -> dict[str, Float[np.ndarray, "n"]]:
-    """Seconds of every call, made in turn, forwards and backwards (A B C C B A ...), without the first `discard` turns.
+    """Seconds of every call, made in turn, without the first `discard` turns.
 
-    What a call comes after changes its time by a percent: no call comes after the same one in every turn.
+    What a call comes after changes its time: the order is drawn anew for every turn, the same in every run.
     """
-    names, seconds = list(calls), {name: list[float]() for name in calls}
-    for turn in range(repeats + discard):
-        for name in names[:: 1 if turn % 2 == 0 else -1]:
-            seconds[name].append(calls[name]())
+    names, seconds, rng = list(calls), {name: list[float]() for name in calls}, np.random.default_rng(0)
+    for _ in range(repeats + discard):
+        for index in rng.permutation(len(names)):
+            seconds[names[index]].append(calls[names[index]]())
     return {name: np.array(values[discard:]) for name, values in seconds.items()}
 
 

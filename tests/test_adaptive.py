@@ -2,6 +2,7 @@
 
 import time
 from dataclasses import replace
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -241,7 +242,7 @@ def test_what_is_timed_is_the_body_and_the_draft_steps_that_are_asked_for(sizes)
     bodies = tuple(Body(*size) for size in sizes)
     engine = engine_of(bodies=bodies)
     engine = replace(engine, config=replace(engine.config, samples_per_prompt=1))
-    timed = costs_module._rounds_of(engine, bodies, 8, 1)
+    timed = costs_module._rounds_of(engine, bodies, 8)
     draft = random_eagle3()[1]
     run = jax.jit(lambda batch: engine.planned_round(tiny_params(), draft, batch, bodies[0].rows).trajectory.stats)
     cases = costs_module._cases(bodies, 4)
@@ -280,18 +281,19 @@ def test_costs_come_from_what_the_rounds_took(monkeypatch):
         return 1e-5 * (1.0 + 0.25 * (body.tokens / body.rows - 1.0))
 
     class Clock:
-        def __init__(self, single, own, context, rounds):
+        def __init__(self, single, own, context):
             self.own, single = own, replace(single, config=replace(single.config, bodies=own))
             table = initial_control(np.ones(len(own)))
             self.batch = costs_module.standing_batch(single, own[0].rows, context, table)
 
-        def __call__(self, _, __, batch):
+        def __call__(self, _, __, rounds, batch):
             body, steps = self.own[int(np.argmin(batch.control.seconds))], int(batch.plan.steps)
             context = int(batch.rows.length[0])
             contexts.add(context)
             assert {context} == set(np.asarray(batch.rows.drafter.length).tolist())
             step = 0.01 * body.rows * max(0, steps - 1)
-            return body.rows * (1.0 + 0.1 * body.tokens + per_slot(body) * context) + step
+            seconds = body.rows * (1.0 + 0.1 * body.tokens + per_slot(body) * context) + step
+            return 5.0 + rounds * seconds  # a call takes time of its own
 
     engine = engine_of(bodies=bodies)
     monkeypatch.setattr(costs_module, "_rounds_of", Clock)
@@ -300,6 +302,10 @@ def test_costs_come_from_what_the_rounds_took(monkeypatch):
     np.testing.assert_allclose(control.per_slot, [per_slot(body) for body in bodies], rtol=1e-3)
     np.testing.assert_allclose(control.per_step, [0.01 * body.rows for body in bodies], rtol=1e-3)
     np.testing.assert_allclose(control.seconds, [b.rows * (1.0 + 0.1 * b.tokens) for b in bodies], rtol=1e-5)
+
+
+def test_noise_makes_no_round_free():
+    assert costs_module.seconds_per_round(lambda rounds: 8.0 / rounds, 4) == pytest.approx(0.05)
 
 
 @pytest.mark.parametrize(("more", "expected"), [([-1.0, 4.0], [0.0, 0.5, 1.0]), ([4.0, 2.0], [1.0, 1.0, 1.0])])
@@ -315,18 +321,20 @@ def test_timed_rounds_start_from_the_same_rows_where_the_weights_are():
     mesh = make_mesh(MeshConfig(data=2))
     params, draft = jax.device_put((tiny_params(), random_eagle3()[1]), NamedSharding(mesh, P()))
     engine = engine_of(bodies=(Body(3, 3), Body(3, 6)))
-    timed = costs_module._rounds_of(engine, engine.config.bodies, 8, 2)
+    timed = costs_module._rounds_of(engine, engine.config.bodies, 8)
     forced = costs_module._forced(timed.batch, engine.config.bodies, Body(3, 6), 1)
     given, program = [], timed.program
 
-    def watched(params, draft, batch):
+    def watched(params, draft, batch, rounds):
         assert all(leaf.sharding.is_fully_replicated and len(leaf.devices()) == 2 for leaf in jax.tree.leaves(batch))
         given.append(jax.tree.map(np.array, batch))
-        return program(params, draft, batch)
+        out = program(params, draft, batch, rounds)
+        assert int(out.trajectory.stats.bodies.sum()) == rounds
+        return out
 
     timed.program = watched
-    for _ in range(2):
-        assert timed(params, draft, forced) > 0.0
+    for rounds in (2, 3):
+        assert timed(params, draft, rounds, forced) > 0.0
     jax.tree.map(np.testing.assert_array_equal, *given)
     jax.tree.map(np.testing.assert_array_equal, given[0].rows, jax.device_get(forced.rows))
 
@@ -356,18 +364,34 @@ def test_many_rows_are_planned_for_less_often_until_fewer_would_do(monkeypatch):
     assert planned == [0, 0, 1, 1, 1, 0, 0, 1, 0, 1]
 
 
-@pytest.mark.parametrize(("said", "turns"), [(5.9, 5), (3.0, 3)])
-def test_costs_are_measured_as_often_as_the_first_process_says(monkeypatch, said, turns):
-    """A process that measured by its own clock would leave the others waiting in a collective."""
+@pytest.mark.parametrize(
+    ("said", "rounds", "turns"), [(0.1, 2, 3), (11.0, 2, 3), (15.2, 4, 3), (24.0, 7, 3), (40.9, 7, 5), (1e6, 7, 15)]
+)
+def test_costs_are_measured_as_often_as_the_first_process_says(monkeypatch, said, rounds, turns):
+    """By how often one round of each goes into the time; a process that went by its own clock would leave the others
+    waiting in a collective."""
     monkeypatch.setattr(costs_module, "of_first", lambda own: np.float32(said))
-    calls = [lambda: 1.0, lambda: 2.0]
-    np.testing.assert_array_equal(costs_module._turns(calls), [[1.0, 2.0]] * turns)
+    made = []
+
+    def call(seconds, rounds):
+        made.append(rounds)
+        return 0.5 + seconds * rounds
+
+    np.testing.assert_allclose(costs_module._turns([partial(call, 1.0), partial(call, 2.0)]), [[1.0, 2.0]] * turns)
+    assert made == [1, 1] + [1, rounds, 1, rounds] * turns
 
 
-def test_costs_are_measured_from_3_to_15_times(monkeypatch):
-    assert len(costs_module._turns([lambda: 1.0])) == 15
-    monkeypatch.setattr(costs_module, "_BUDGET_S", 0.01)
-    assert len(costs_module._turns([lambda: time.sleep(0.1) or 1.0])) == 3
+def test_measuring_costs_takes_the_time_that_there_is(monkeypatch):
+    monkeypatch.setattr(costs_module, "_BUDGET_S", 0.8)
+    made = []
+
+    def call(rounds):
+        made.append(rounds)
+        time.sleep(0.02 * rounds)
+        return 0.02 * rounds
+
+    assert 3 <= len(costs_module._turns([call])) <= 5
+    assert max(made) == 7
 
 
 @pytest.mark.parametrize("own", ["", "{half a tab"])

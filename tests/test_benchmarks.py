@@ -3,6 +3,7 @@
 import itertools
 import json
 import re
+from functools import partial
 from types import SimpleNamespace
 
 import jax.numpy as jnp
@@ -16,7 +17,7 @@ from experiments.bare_products import Floors, allowed_speedup, floor_calls, floo
 from experiments.bench_models import ShapeOptions, SyntheticMatch, open_expanded
 from experiments.draft_length import Found
 from experiments.seeds import mean_over_seeds
-from experiments.turns import in_turn, ratio
+from experiments.turns import after_itself, in_turn, ratio
 from specrl_jax.drafters.suffix import SuffixDrafter
 from specrl_jax.errors import InputError
 from specrl_jax.models.tree import Tree
@@ -94,9 +95,28 @@ def test_ratios_are_paired_and_have_an_interval():
         _, low, high = ratio(np.exp(rng.normal(0.0, 0.3, 15)), np.ones(15))
         covered += low <= 1.0 <= high
     assert covered >= 0.93 * 400
+
+
+def test_calls_take_turns_in_an_order_that_changes():
     order = []
-    in_turn({"a": lambda: order.append("a") or 1.0, "b": lambda: order.append("b") or 2.0}, 2)
-    assert order == ["a", "b", "b", "a", "a", "b"]
+
+    def call(name):
+        order.append(name)
+        return float(len(order))
+
+    seconds = in_turn({name: partial(call, name) for name in "abc"}, 6, discard=2)
+    turns = ["".join(order[first : first + 3]) for first in range(0, len(order), 3)]
+    assert len(turns) == 8
+    assert {"".join(sorted(turn)) for turn in turns} == {"abc"}
+    assert len(set(turns)) > 2
+    for place, name in enumerate("abc"):
+        own = [1.0 + 3 * index + turn.index(name) for index, turn in enumerate(turns)]
+        np.testing.assert_array_equal(seconds[name], own[2:], str(place))
+
+
+def test_of_a_call_right_after_itself_the_second_counts():
+    times = iter([5.0, 1.0])
+    assert after_itself(lambda: next(times))() == 1.0
 
 
 def test_a_cost_table_comes_back(tmp_path):

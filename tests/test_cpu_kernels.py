@@ -204,14 +204,19 @@ def test_attention_of_chains_and_padding(queries, any_registers):
     np.testing.assert_allclose(out, attention_by_hand(q, keys, values, table, reads), atol=2e-6)
 
 
+def _in_long_pages(keys, values, table):
+    """The pools in pages of four short ones, and their table."""
+    pages = np.pad(table, ((0, 0), (0, 2)))
+    longer = [jnp.concatenate([pool[pages[:, i::4].ravel()] for i in range(4)], axis=2) for pool in (keys, values)]
+    return longer, np.arange(len(table) * 2, dtype=np.int32).reshape(-1, 2)
+
+
 @pytest.mark.parametrize("lengths", [(1, 16, 17), (32, 33, 48), (49, 64, 65), (80, 81, 96)])
 def test_attention_to_a_part_of_a_page(lengths, any_registers):
     """Of long pages, in which slots follow each other as in four short ones."""
     q, keys, values, table = random_inputs(2)
     below = np.array(lengths)[:, None] - np.array([1, 0])
-    pages = np.pad(table, ((0, 0), (0, 2)))
-    longer = [jnp.concatenate([pool[pages[:, i::4].ravel()] for i in range(4)], axis=2) for pool in (keys, values)]
-    own = np.arange(len(table) * 2, dtype=np.int32).reshape(-1, 2)
+    longer, own = _in_long_pages(keys, values, table)
     out = _attended(q, *longer, own, below, np.zeros_like(below), below[:, 1])
     reads = [[list(range(count)) for count in row] for row in below]
     np.testing.assert_allclose(out, attention_by_hand(q, keys, values, table, reads), atol=2e-6)
@@ -225,24 +230,42 @@ def test_attention_of_a_tree(any_registers):
     np.testing.assert_allclose(out, attention_by_hand(q, keys, values, table, reads), atol=2e-6)
 
 
-def test_bits_of_a_query_do_not_depend_on_the_others():
-    q, keys, values, table = random_inputs(4)
+def _alone(inputs, below, bits, ends, row, first, last):
+    """Some queries of a row by themselves."""
+    q, keys, values, table = inputs
+    some, own = slice(first, last + 1), slice(row, row + 1)
+    return _attended(q[own, some], keys, values, table[own], below[own, some], bits[own, some], ends[own])
+
+
+@pytest.mark.parametrize("long", [False, True])
+@pytest.mark.parametrize("second", [(80, 81, 82, 83), (14, 15, 16, 17), (1, 31, 33, 49), (63, 64, 65, 79)])
+def test_bits_of_a_query_do_not_depend_on_the_others(long, second, any_registers):
+    """Not on how far they read, of whole pages or of parts."""
+    q, *pool = random_inputs(4)
     below, _ = chain_reads(4)
-    below[1] = np.arange(80, 84)
-    together = _attended(q, keys, values, table, below, np.zeros_like(below), below[:, -1])
+    below[1] = second
+    if long:
+        longer, own = _in_long_pages(*pool)
+        pool = [*longer, own]
+    bits = np.zeros_like(below)
+    together = _attended(q, *pool, below, bits, below[:, -1])
     for row in range(len(below)):
         for first, last in ((0, 0), (1, 2), (3, 3)):
-            some, own = slice(first, last + 1), slice(row, row + 1)
-            part = _attended(
-                q[own, some],
-                keys,
-                values,
-                table[own],
-                below[own, some],
-                np.zeros((1, last + 1 - first)),
-                below[own, last],
-            )
-            np.testing.assert_array_equal(part, together[own, some])
+            part = _alone((q, *pool), below, bits, below[:, last], row, first, last)
+            np.testing.assert_array_equal(part, together[row : row + 1, first : last + 1])
+
+
+def test_bits_of_a_tree_in_long_pages_are_those_of_its_paths(any_registers):
+    tree = Tree.full(2, 2)
+    q, *pool = random_inputs(tree.size)
+    longer, own = _in_long_pages(*pool)
+    below, bits, ends, reads = tree_masks(tree)
+    together = _attended(q, *longer, own, below, bits, ends)
+    np.testing.assert_allclose(together, attention_by_hand(q, *pool, reads), atol=2e-6)
+    for row in range(len(below)):
+        for node in range(tree.size):
+            part = _alone((q, *longer, own), below, bits, ends, row, node, node)
+            np.testing.assert_array_equal(part, together[row : row + 1, node : node + 1])
 
 
 @pytest.mark.parametrize("which", ["q", "keys", "values"])

@@ -12,7 +12,7 @@ from specrl_jax.rollout import prefill
 
 pytestmark = pytest.mark.ci
 BOUNDARIES = (0, 2)
-LENGTHS = [[17], [0, 0, 5, 0, 7, 1, 0], [0, 0], [40, 0, 33, 17], [1, 1, 1]]
+LENGTHS = [[17], [0, 0, 5, 0, 7, 1, 0], [0, 0], [40, 0, 33, 17], [1, 1, 1], [97], [100, 0, 60]]
 
 
 def _read(tokens, lengths, numerics):

@@ -71,8 +71,9 @@ def default_bodies(rows: int, longest: int) -> tuple[Body, ...]:
     """Of all rows, a half, a quarter and a sixteenth of them, or of four rows and fewer all and one.
 
     Long-tailed responses leave few rows live for long: sizes that follow them pay more than finer numbers of drafts.
-    Where that makes more than `MOST_BODIES`, one is left out: most drafts of all rows where these are very many tokens,
-    else the half without drafts: responses pass through it quickly.
+    Where that makes more than `MOST_BODIES`, one is left out: most drafts of all rows where these are more tokens than
+    pay (`_MANY`; a row then has at most twice an even share of the next smaller body), else the half without drafts:
+    responses pass through it quickly.
     """
     shares: dict[int, tuple[int, ...]]
     if rows <= 4:

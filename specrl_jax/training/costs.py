@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from specrl_jax.data.prompts import Prompts
 from specrl_jax.errors import InputError
@@ -32,7 +32,8 @@ from specrl_jax.rollout.queue import Batch
 from specrl_jax.rollout.sampling import SamplingLaw
 
 _DEAR = 1e9  # seconds that no draft is worth
-_LEAST, _MOST, _BUDGET_S = 3, 15, 10.0  # turns of measuring, and what they may take
+_LEAST, _MOST, _BUDGET_S = 3, 15, 14.0  # turns of measuring, and what they may take
+_LEAST_ROUNDS, _MOST_ROUNDS = 2, 7  # of the longer of the two calls that tell what a round takes; the other makes one
 
 Step = Callable[[Any, Any, Batch], Batch]
 
@@ -85,32 +86,31 @@ def _with_context(batch: Batch, context: int) -> Batch:
 class Timed:
     """Rounds of one kind that can be called again and again; each call starts from the same rows.
 
-    program: compiled. rounds: per call. batch: the rows, of whose cache there are shapes: it lasts as long as a call.
+    program: compiled. batch: the rows, of whose cache there are shapes: it lasts as long as a call.
     """
 
     program: Any
-    rounds: int
     batch: Batch
 
-    def __call__(self, params: PolicyParams, draft: Any, batch: Batch | None = None) -> float:
-        """Seconds per round; `batch` in place of the rows that are its own."""
+    def __call__(self, params: PolicyParams, draft: Any, rounds: int, batch: Batch | None = None) -> float:
+        """Seconds of a call with so many rounds; `batch` in place of the rows that are its own."""
         # Copied to where the weights are before the clock starts: a copy can take longer than a small round.
         own = jax.device_put(jax.tree.map(_copied, self.batch if batch is None else batch), _beside(params))
         jax.block_until_ready(own)
         start = time.perf_counter()
-        jax.block_until_ready(self.program(params, draft, own))
-        return (time.perf_counter() - start) / self.rounds
+        jax.block_until_ready(self.program(params, draft, own, rounds))
+        return time.perf_counter() - start
 
 
-def timed_rounds(step: Step, batch: Batch, rounds: int) -> Timed:
-    """`step`, `rounds` times in one program, from `batch`; nothing of the cache is copied between calls."""
+def timed_rounds(step: Step, batch: Batch) -> Timed:
+    """`step`, any number of times in one program, from `batch`; nothing of the cache is copied between calls."""
 
-    def run(params: PolicyParams, draft: Any, start: Batch) -> Batch:
+    def run(params: PolicyParams, draft: Any, start: Batch, rounds: Int[Array, ""]) -> Batch:
         return jax.lax.fori_loop(0, rounds, lambda _, b: step(params, draft, b), start)
 
     keys, values = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), (batch.pool.keys, batch.pool.values))
     lean = replace(batch, pool=replace(batch.pool, keys=keys, values=values))
-    return Timed(jax.jit(run, donate_argnums=2), rounds, lean)
+    return Timed(jax.jit(run, donate_argnums=2), lean)
 
 
 def _copied(leaf: Any) -> Array:
@@ -123,18 +123,26 @@ def _beside(params: PolicyParams) -> jax.sharding.Sharding:
     return NamedSharding(where.mesh, P()) if isinstance(where, NamedSharding) else where
 
 
-def measure_costs(
-    engine: RolloutEngine, params: PolicyParams, draft: Any, rows: int, context: int, rounds: int = 4
-) -> Control:
+def seconds_per_round(call: Callable[[int], float], rounds: int) -> float:
+    """Seconds of a round, from a call with one and a call with so many.
+
+    A call takes time of its own (memory that it maps, weights that other calls pushed out of the processor's caches),
+    which would make short rounds look dearer beside long ones than they are in a rollout.
+    """
+    one, more = call(1), call(rounds)
+    return max((more - one) / (rounds - 1), 0.1 * more / rounds)  # noise must not make a round free
+
+
+def measure_costs(engine: RolloutEngine, params: PolicyParams, draft: Any, rows: int, context: int) -> Control:
     """A controller with the measured seconds of every body of an adaptive engine for so many rows.
 
-    Every body is timed in turn at `context` tokens per row, as often as goes into ten seconds, from 3 to 15 times: one
+    Every body is timed in turn at `context` tokens per row, as often as goes into 14 seconds, from 3 to 15 times: one
     that a noisy machine made look cheap would be chosen all along. What a draft step takes is told from rounds that
     make one and all of them, what a token in the cache costs from the shortest and the longest round of most rows with
     an eighth of the context. Compilation is not counted and not small: a program per number of rows.
     """
     bodies, longest = engine.config.bodies_for(rows), engine.config.draft_length
-    longer = max(engine.config.max_new_tokens, rounds * (1 + longest))  # no row ends while it is timed
+    longer = max(engine.config.max_new_tokens, _MOST_ROUNDS * (1 + longest))  # no row ends while it is timed
     context = max(1, min(context, engine.policy.max_position_embeddings - longer - 1))
     config = replace(
         engine.config,
@@ -146,19 +154,19 @@ def measure_costs(
     )
     single = replace(engine, config=config)
     sizes = {body.rows: [b for b in bodies if b.rows == body.rows] for body in bodies}
-    programs = {size: _rounds_of(single, tuple(own), context, rounds) for size, own in sizes.items()}
+    programs = {size: _rounds_of(single, tuple(own), context) for size, own in sizes.items()}
     cases = [(body, steps) for own in sizes.values() for body, steps in _cases(own, longest)]
     most, little = sizes[max(sizes)], context // 8
     ends = [_cases(most, longest)[most.index(choose(most, key=lambda body: body.tokens))] for choose in (min, max)]
 
-    def call(case: tuple[Body, int], context: int) -> Callable[[], float]:
+    def call(case: tuple[Body, int], context: int) -> Callable[[int], float]:
         timed, (body, steps) = programs[case[0].rows], case
         forced = _forced(timed.batch, sizes[body.rows], body, steps)
-        return partial(timed, params, draft, _with_context(forced, context))
+        return partial(timed, params, draft, batch=_with_context(forced, context))
 
     calls = [call(case, context) for case in cases] + [call(case, little) for case in ends]
     for warm_up in calls:
-        warm_up()
+        warm_up(1)
     medians = np.median(_turns(calls), axis=0)
     typical = dict(zip(cases, medians, strict=False))
     seconds, per_step = (np.array(x) for x in zip(*(_cost(typical, body) for body in bodies), strict=True))
@@ -213,7 +221,7 @@ def _forced(batch: Batch, bodies: Sequence[Body], body: Body, steps: int) -> Bat
     return replace(batch, control=control, plan=plan)
 
 
-def _rounds_of(engine: RolloutEngine, bodies: tuple[Body, ...], context: int, rounds: int) -> Timed:
+def _rounds_of(engine: RolloutEngine, bodies: tuple[Body, ...], context: int) -> Timed:
     """Rounds of as many rows, all of them live, every one as the batch's plan has it."""
     own = replace(engine, config=replace(engine.config, bodies=bodies))
     batch = standing_batch(own, bodies[0].rows, context, initial_control(np.ones(len(bodies))))
@@ -224,16 +232,19 @@ def _rounds_of(engine: RolloutEngine, bodies: tuple[Body, ...], context: int, ro
         plan, _ = jax.lax.optimization_barrier((batch.plan, after.plan))
         return replace(after, plan=plan)
 
-    return timed_rounds(step, batch, rounds)
+    return timed_rounds(step, batch)
 
 
-def _turns(calls: Sequence[Callable[[], float]]) -> Float[np.ndarray, "n calls"]:
-    """What the calls return, made in turn; as many turns as the time is enough for, by the first one's."""
+def _turns(calls: Sequence[Callable[[int], float]]) -> Float[np.ndarray, "n calls"]:
+    """Seconds of a round of each call, in turn: as many rounds and turns as the time is enough for, by one of each."""
     start = time.perf_counter()
-    first = [call() for call in calls]
+    for call in calls:
+        call(1)
     # Processes that hold the weights together must call as often as one another.
-    turns = int(of_first(np.float32(np.clip(_BUDGET_S / (time.perf_counter() - start), _LEAST, _MOST))))
-    return np.array([first, *([call() for call in calls] for _ in range(turns - 1))])
+    affordable = float(of_first(np.float32(_BUDGET_S / (time.perf_counter() - start))))
+    rounds = int(np.clip(affordable / _LEAST - 1, _LEAST_ROUNDS, _MOST_ROUNDS))
+    turns = int(np.clip(affordable / (1 + rounds), _LEAST, _MOST))
+    return np.array([[seconds_per_round(call, rounds) for call in calls] for _ in range(turns)])
 
 
 def costs_at(

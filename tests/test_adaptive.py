@@ -304,8 +304,16 @@ def test_costs_come_from_what_the_rounds_took(monkeypatch):
     np.testing.assert_allclose(control.seconds, [b.rows * (1.0 + 0.1 * b.tokens) for b in bodies], rtol=1e-5)
 
 
-def test_noise_makes_no_round_free():
-    assert costs_module.seconds_per_round(lambda rounds: 8.0 / rounds, 4) == pytest.approx(0.05)
+def test_noise_makes_no_round_free(monkeypatch):
+    monkeypatch.setattr(costs_module, "of_first", lambda own: np.float32(15.0))  # four rounds
+    assert costs_module._seconds_per_round([lambda rounds: 8.0 / rounds]) == pytest.approx(0.05)
+
+
+def test_of_a_busy_machine_the_quiet_turns_count(monkeypatch):
+    """Two of three turns are slow, of the long calls and of the short ones."""
+    monkeypatch.setattr(costs_module, "of_first", lambda own: np.float32(15.0))
+    added = iter([0.0, 0.0, 5.0, 2.0, 0.0, 3.0, 1.0])  # before the turns, then one and four rounds in each of three
+    assert costs_module._seconds_per_round([lambda rounds: 1.0 + rounds + next(added)]) == pytest.approx(1.0)
 
 
 @pytest.mark.parametrize(("more", "expected"), [([-1.0, 4.0], [0.0, 0.5, 1.0]), ([4.0, 2.0], [1.0, 1.0, 1.0])])
@@ -377,7 +385,7 @@ def test_costs_are_measured_as_often_as_the_first_process_says(monkeypatch, said
         made.append(rounds)
         return 0.5 + seconds * rounds
 
-    np.testing.assert_allclose(costs_module._turns([partial(call, 1.0), partial(call, 2.0)]), [[1.0, 2.0]] * turns)
+    np.testing.assert_allclose(costs_module._seconds_per_round([partial(call, 1.0), partial(call, 2.0)]), [1.0, 2.0])
     assert made == [1, 1] + [1, rounds, 1, rounds] * turns
 
 
@@ -390,8 +398,9 @@ def test_measuring_costs_takes_the_time_that_there_is(monkeypatch):
         time.sleep(0.02 * rounds)
         return 0.02 * rounds
 
-    assert 3 <= len(costs_module._turns([call])) <= 5
+    assert costs_module._seconds_per_round([call]) == pytest.approx(0.02)
     assert max(made) == 7
+    assert 3 <= made.count(7) <= 5
 
 
 @pytest.mark.parametrize("own", ["", "{half a tab"])

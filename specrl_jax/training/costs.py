@@ -123,16 +123,6 @@ def _beside(params: PolicyParams) -> jax.sharding.Sharding:
     return NamedSharding(where.mesh, P()) if isinstance(where, NamedSharding) else where
 
 
-def seconds_per_round(call: Callable[[int], float], rounds: int) -> float:
-    """Seconds of a round, from a call with one and a call with so many.
-
-    A call takes time of its own (memory that it maps, weights that other calls pushed out of the processor's caches),
-    which would make short rounds look dearer beside long ones than they are in a rollout.
-    """
-    one, more = call(1), call(rounds)
-    return max((more - one) / (rounds - 1), 0.1 * more / rounds)  # noise must not make a round free
-
-
 def measure_costs(engine: RolloutEngine, params: PolicyParams, draft: Any, rows: int, context: int) -> Control:
     """A controller with the measured seconds of every body of an adaptive engine for so many rows.
 
@@ -167,10 +157,10 @@ def measure_costs(engine: RolloutEngine, params: PolicyParams, draft: Any, rows:
     calls = [call(case, context) for case in cases] + [call(case, little) for case in ends]
     for warm_up in calls:
         warm_up(1)
-    medians = np.median(_turns(calls), axis=0)
-    typical = dict(zip(cases, medians, strict=False))
+    measured = _seconds_per_round(calls)
+    typical = dict(zip(cases, measured, strict=False))
     seconds, per_step = (np.array(x) for x in zip(*(_cost(typical, body) for body in bodies), strict=True))
-    more = [typical[case] - short for case, short in zip(ends, medians[len(cases) :], strict=True)]
+    more = [typical[case] - short for case, short in zip(ends, measured[len(cases) :], strict=True)]
     per_slot = _per_slot(bodies, [body for body, _ in ends], np.array(more) / max(1, context - little))
     # Noise must not make a round free.
     seconds = np.maximum(seconds - per_slot * context * np.array([body.rows for body in bodies]), 0.1 * seconds)
@@ -235,8 +225,13 @@ def _rounds_of(engine: RolloutEngine, bodies: tuple[Body, ...], context: int) ->
     return timed_rounds(step, batch)
 
 
-def _turns(calls: Sequence[Callable[[int], float]]) -> Float[np.ndarray, "n calls"]:
-    """Seconds of a round of each call, in turn: as many rounds and turns as the time is enough for, by one of each."""
+def _seconds_per_round(calls: Sequence[Callable[[int], float]]) -> Float[np.ndarray, "n"]:
+    """Seconds of a round: what a call with several takes beyond a call with one.
+
+    A call takes time of its own (memory that it maps, weights that other calls pushed out of the processor's caches),
+    which would make short rounds look dearer beside long ones than they are in a rollout. Of both the least of several
+    turns counts, since a busy machine only ever adds: as many rounds and turns as the time is enough for.
+    """
     start = time.perf_counter()
     for call in calls:
         call(1)
@@ -244,7 +239,8 @@ def _turns(calls: Sequence[Callable[[int], float]]) -> Float[np.ndarray, "n call
     affordable = float(of_first(np.float32(_BUDGET_S / (time.perf_counter() - start))))
     rounds = int(np.clip(affordable / _LEAST - 1, _LEAST_ROUNDS, _MOST_ROUNDS))
     turns = int(np.clip(affordable / (1 + rounds), _LEAST, _MOST))
-    return np.array([[seconds_per_round(call, rounds) for call in calls] for _ in range(turns)])
+    one, more = np.min([[(call(1), call(rounds)) for call in calls] for _ in range(turns)], axis=0).T
+    return np.maximum((more - one) / (rounds - 1), 0.1 * more / rounds)  # noise must not make a round free
 
 
 def costs_at(

@@ -306,7 +306,10 @@ def test_costs_come_from_what_the_rounds_took(monkeypatch):
 
 def test_noise_makes_no_round_free(monkeypatch):
     monkeypatch.setattr(costs_module, "of_first", lambda own: np.float32(15.0))  # four rounds
-    assert costs_module._seconds_per_round([lambda rounds: 8.0 / rounds]) == pytest.approx(0.05)
+    calls = [lambda rounds: 8.0 + rounds] * 2 + [lambda rounds: 8.0 / rounds]
+    np.testing.assert_allclose(costs_module._seconds_per_round(calls), [1.0, 1.0, 0.05])
+    # A call that takes less than its rounds is not one that has time to give.
+    np.testing.assert_allclose(costs_module._seconds_per_round([lambda rounds: float(rounds**2)]), [4.0])
 
 
 def test_of_a_busy_machine_the_quiet_turns_count(monkeypatch):

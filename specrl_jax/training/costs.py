@@ -226,11 +226,13 @@ def _rounds_of(engine: RolloutEngine, bodies: tuple[Body, ...], context: int) ->
 
 
 def _seconds_per_round(calls: Sequence[Callable[[int], float]]) -> Float[np.ndarray, "n"]:
-    """Seconds of a round: what a call with several takes beyond a call with one.
+    """Seconds of a round of each call, from calls with one round and with several.
 
     A call takes time of its own (memory that it maps, weights that other calls pushed out of the processor's caches),
-    which would make short rounds look dearer beside long ones than they are in a rollout. Of both the least of several
-    turns counts, since a busy machine only ever adds: as many rounds and turns as the time is enough for.
+    which would make short rounds look dearer beside long ones than they are in a rollout. It is about the same for all:
+    their median is taken off the longer calls, so that what one case takes beyond another is told from these alone. Of
+    all calls the least of several turns counts, since a busy machine only ever adds: as many rounds and turns as the
+    time is enough for.
     """
     start = time.perf_counter()
     for call in calls:
@@ -240,7 +242,8 @@ def _seconds_per_round(calls: Sequence[Callable[[int], float]]) -> Float[np.ndar
     rounds = int(np.clip(affordable / _LEAST - 1, _LEAST_ROUNDS, _MOST_ROUNDS))
     turns = int(np.clip(affordable / (1 + rounds), _LEAST, _MOST))
     one, more = np.min([[(call(1), call(rounds)) for call in calls] for _ in range(turns)], axis=0).T
-    return np.maximum((more - one) / (rounds - 1), 0.1 * more / rounds)  # noise must not make a round free
+    own = max(0.0, float(np.median(one - (more - one) / (rounds - 1))))
+    return np.maximum(more - own, 0.1 * more) / rounds  # noise must not make a round free
 
 
 def costs_at(

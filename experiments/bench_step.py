@@ -37,7 +37,7 @@ from experiments.expand import Pair
 from experiments.outputs import check_output, markdown_table, open_output, provenance, write_results
 from experiments.peers.client import Peer, check_environments
 from experiments.peers.stepper import PROMPTS, SAMPLES
-from experiments.turns import in_turn, ratio, ratio_columns
+from experiments.turns import in_turn, ratio, ratio_columns, seconds_of
 from specrl_jax.data.arithmetic import Split
 from specrl_jax.data.prompts import Prompts
 from specrl_jax.errors import InputError
@@ -161,9 +161,7 @@ class OurStep:
         served = self._program.gather(self._state)
         prompts, _ = jax.block_until_ready(self._program.issue(served))
         time.sleep(PAUSE_S)
-        start = time.perf_counter()
-        jax.block_until_ready(self._program.rollout(served, prompts))
-        return time.perf_counter() - start
+        return seconds_of(lambda: self._program.rollout(served, prompts))()
 
 
 class TheirStep:

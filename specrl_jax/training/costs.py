@@ -32,7 +32,7 @@ from specrl_jax.rollout.queue import Batch
 from specrl_jax.rollout.sampling import SamplingLaw
 
 _DEAR = 1e9  # seconds that no draft is worth
-_LEAST, _MOST, _BUDGET_S = 3, 15, 14.0  # turns of measuring, and what they may take
+_LEAST_TURNS, _MOST_TURNS, _BUDGET_S = 3, 15, 14.0  # turns of measuring, and what they may take
 _LEAST_ROUNDS, _MOST_ROUNDS = 2, 7  # of the longer of the two calls that tell what a round takes; the other makes one
 
 Step = Callable[[Any, Any, Batch], Batch]
@@ -239,8 +239,8 @@ def _seconds_per_round(calls: Sequence[Callable[[int], float]]) -> Float[np.ndar
         call(1)
     # Processes that hold the weights together must call as often as one another.
     affordable = float(of_first(np.float32(_BUDGET_S / (time.perf_counter() - start))))
-    rounds = int(np.clip(affordable / _LEAST - 1, _LEAST_ROUNDS, _MOST_ROUNDS))
-    turns = int(np.clip(affordable / (1 + rounds), _LEAST, _MOST))
+    rounds = int(np.clip(affordable / _LEAST_TURNS - 1, _LEAST_ROUNDS, _MOST_ROUNDS))
+    turns = int(np.clip(affordable / (1 + rounds), _LEAST_TURNS, _MOST_TURNS))
     one, more = np.min([[(call(1), call(rounds)) for call in calls] for _ in range(turns)], axis=0).T
     own = max(0.0, float(np.median(one - (more - one) / (rounds - 1))))
     return np.maximum(more - own, 0.1 * more) / rounds  # noise must not make a round free

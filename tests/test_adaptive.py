@@ -319,6 +319,12 @@ def test_of_a_busy_machine_the_quiet_turns_count(monkeypatch):
     assert costs_module._seconds_per_round([lambda rounds: 1.0 + rounds + next(added)]) == pytest.approx(1.0)
 
 
+def test_noise_makes_no_draft_step_longer_than_its_round():
+    small, large = Body(4, 8), Body(4, 16)
+    typical = {(Body(4, 4), 0): 1.0, (small, 4): 9.0, (large, 4): 2.0, (small, 1): 1.5}  # large was lucky
+    np.testing.assert_allclose([costs_module._cost(typical, body) for body in (small, large)], [[7.5, 0.5], [0.5, 0.5]])
+
+
 @pytest.mark.parametrize(("more", "expected"), [([-1.0, 4.0], [0.0, 0.5, 1.0]), ([4.0, 2.0], [1.0, 1.0, 1.0])])
 def test_noise_makes_no_token_in_the_cache_a_gain(more, expected):
     for bodies in ([Body(4, 4), Body(4, 8), Body(4, 12)], [Body(4, 4), Body(4, 5), Body(4, 6)]):

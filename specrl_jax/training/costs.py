@@ -193,10 +193,17 @@ def _cases(bodies: Sequence[Body], longest: int) -> list[tuple[Body, int]]:
 
 
 def _cost(typical: Mapping[tuple[Body, int], float], body: Body) -> tuple[float, float]:
-    """Seconds of a body after one draft step, and of another step, from those of the cases."""
-    made = max(steps for other, steps in typical if other.rows == body.rows)
-    short = [other for other, steps in typical if other.rows == body.rows and steps == 1]
-    step = max(0.0, (typical[short[0], made] - typical[short[0], 1]) / (made - 1)) if made > 1 else 0.0
+    """Seconds of a body after one draft step, and of another step, from those of the cases.
+
+    A round takes longer than all of its draft steps, whatever a noisy clock says of one.
+    """
+    of_size = {case: taken for case, taken in typical.items() if case[0].rows == body.rows}
+    made = max(steps for _, steps in of_size)
+    step = 0.0
+    if made > 1:
+        (once,) = (other for other, steps in of_size if steps == 1)
+        least = min(taken for (_, steps), taken in of_size.items() if steps == made)
+        step = min(max(0.0, (typical[once, made] - typical[once, 1]) / (made - 1)), least / made)
     steps = made if (body, made) in typical else 0
     return typical[body, steps] - step * max(0, steps - 1), step
 

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from jaxprs import exported_for
 from test_rollout_programs import COLLECTIVE, instructions_in_loops
 from tiny import INVARIANT, POLICY, assert_same, keys_of, random_eagle3, take_prompts, tiny_params, tiny_prompts
 from tiny import run as run_alone
@@ -167,20 +168,34 @@ def test_what_cannot_be_chosen_from_is_refused():
         initial_control(np.array([1.0, 0.0]))
 
 
-def test_two_devices_give_the_tokens_of_one_without_talking_in_the_loops():
-    prompts = take_prompts(PROMPTS, [0, 1, 2, 3])
-    keys, draft = keys_of(prompts, SAMPLES), random_eagle3()[1]
-    engine = engine_of(bodies=(Body(6, 6), Body(6, 18)))
-    costs = initial_control(np.array([1.0, 1.5]))
+def over_mesh(engine, devices):
+    """The rollout under `shard_map` over the data axis, what was learned summed over the mesh after the loops."""
 
     def run(params, draft, prompts, keys, control):
         trajectory = engine.rollout(params, draft, prompts, keys, control=control)
         return trajectory.tokens, trajectory.stats.steps[None], merge(control, trajectory.control)
 
-    mesh, rows = make_mesh(MeshConfig(data=2)), P(DATA)
+    mesh, rows = make_mesh(MeshConfig(data=devices)), P(DATA)
     specs = {"in_specs": (P(), P(), rows, rows, P()), "out_specs": (rows, rows, P())}
-    program = jax.jit(jax.shard_map(run, mesh=mesh, **specs, check_vma=False))
-    compiled = program.lower(tiny_params(), draft, prompts, keys, costs).compile()
+    return jax.jit(jax.shard_map(run, mesh=mesh, **specs, check_vma=False))
+
+
+@pytest.mark.parametrize("platform", ["cpu", "cuda", "tpu"])
+def test_the_loop_lowers_for_every_platform(platform):
+    costs = initial_control(np.ones(len(BODIES)))
+    exported = exported_for(
+        platform, over_mesh(engine_of(), 1), tiny_params(), random_eagle3()[1], PROMPTS, KEYS, costs
+    )
+    assert "stablehlo.while" in exported.mlir_module()
+    assert "callback" not in exported.mlir_module()
+
+
+def test_two_devices_give_the_tokens_of_one_without_talking_in_the_loops():
+    prompts = take_prompts(PROMPTS, [0, 1, 2, 3])
+    keys, draft = keys_of(prompts, SAMPLES), random_eagle3()[1]
+    engine = engine_of(bodies=(Body(6, 6), Body(6, 18)))
+    costs = initial_control(np.array([1.0, 1.5]))
+    compiled = over_mesh(engine, 2).lower(tiny_params(), draft, prompts, keys, costs).compile()
     tokens, steps, control = jax.device_get(compiled(tiny_params(), draft, prompts, keys, costs))
     alone = run_alone(engine_of(False), prompts, keys, tiny_params())
     np.testing.assert_array_equal(tokens, alone.tokens)

@@ -111,11 +111,14 @@ class DraftStage:
     def _layout(self) -> Layout:
         return Layout(self.mesh, self.drafter.config.num_kv_heads)
 
+    def sampler(self, prompts: int) -> Sampler:
+        """What rolls out for so many prompts."""
+        batch = min(prompts, max(1, self.together // self.options.samples))
+        return Sampler(self.engine, self.mesh, "draft_data", self.seed, batch)
+
     def corpus(self, params: PolicyParams, prompts: Prompts) -> Sequences:
         """Rollouts of the policy."""
-        batch = min(len(prompts.lengths), max(1, self.together // self.options.samples))
-        sampler = Sampler(self.engine, self.mesh, "draft_data", self.seed, batch)
-        trajectory = sample_all(sampler, params, None, prompts)
+        trajectory = sample_all(self.sampler(len(prompts.lengths)), params, None, prompts)
         devices = row_devices(self.mesh)
         rows = len(trajectory.lengths) // devices * devices
         return jax.tree.map(lambda x: x[:rows], to_sequences(jax.tree.map(jnp.asarray, trajectory)))

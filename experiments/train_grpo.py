@@ -112,6 +112,7 @@ class Session:
             rule=self.config.speculation.verification,
             adaptive=adaptive,
             rows=self.config.rows,
+            cache_bytes=self.config.cache_bytes,
         )
         drafter = self.config.speculation.drafter(self.drafter) if draft_length else None
         return RolloutEngine(self.policy, rollout, self.numerics, drafter)
@@ -214,7 +215,8 @@ class Examiner:
     draft: Any
 
     @cached_property
-    def _sampler(self) -> Sampler:
+    def sampler(self) -> Sampler:
+        """What rolls out for it."""
         session = self.session
         config = session.config
         # The most that a controller may choose is too many for every round of a full batch.
@@ -229,7 +231,7 @@ class Examiner:
         # Earlier responses are to the prompts that the policy is trained on.
         head = self.draft if draft is None else head_of(draft)
         draft = session_draft(self.session, head)
-        trajectory = sample_all(self._sampler, params, draft, prompts)
+        trajectory = sample_all(self.sampler, params, draft, prompts)
         right = of_first(workload.rewards(problems, trajectory) >= RIGHT).astype(np.float64)
         accuracy, half_width = mean_ci95(right)
         return {"accuracy": accuracy, "accuracy_ci95": half_width, "right": right, **response_metrics(trajectory)}
@@ -238,6 +240,17 @@ class Examiner:
 def session_draft(session: Session, head: DraftModelParams | None, history: History | None = None) -> Any:
     """Parameters of the run's drafter."""
     return params_for(session.config.speculation.drafter(session.drafter), head, history)
+
+
+def check_rollouts(session: Session, program: GrpoProgram) -> None:
+    """Raise InputError where a response does not fit the policy's context or the cache budget, in any of the run."""
+    config, width, engine = session.config, session.workload.prompt_width, program.step.engine
+    engine.check_prompt_width(width)
+    roller = session.roller(program) or program
+    engine.layout(config.prompts // row_devices(roller.mesh), width)
+    Examiner(session, None).sampler.check(width)
+    if config.drafter is None and config.trains_head:
+        session.draft_stage.sampler(config.draft.prompts).check(width)
 
 
 def check_history(config: Config, workload: Workload) -> None:
@@ -390,8 +403,7 @@ def open_session(config: Config) -> tuple[Session, PolicyParams | None, DraftMod
     apart = None if config.rollout_mesh is None else make_mesh(parse_mesh(config.rollout_mesh), taken=mesh.size)
     session = Session(config, mesh, workload, policy, numerics, drafter, apart)
     program = session.program(session.draft_length)
-    program.step.engine.check_prompt_width(workload.prompt_width)
-    session.roller(program)
+    check_rollouts(session, program)
     if params is None:
         check_warm_up(config.warmup, mesh)
     check_history(config, workload)

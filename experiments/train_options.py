@@ -115,6 +115,9 @@ class Config:
     rows: int | None = None
     """Responses that are written at the same time, for each group of devices along tensor; the others wait. By default
     all."""
+    cache_bytes: int | None = None
+    """Memory for the keys and values of policy and drafter, on each device: responses that do not fit wait. By default
+    enough for all rows at full length."""
     max_prompt_tokens: int = 256
     max_new_tokens: int = 224
     law: LawFlags = LawOptions()
@@ -170,6 +173,7 @@ class Config:
 
     def __post_init__(self) -> None:
         check_least("", self, rows=1, steps=1, scan_steps=1, prompts=1, samples=2, max_prompt_tokens=1, data_limit=1)
+        check_least("", self, cache_bytes=1)
         check_least("", self, updates_per_rollout=1, epochs=1, history=1, most_skipped=1, measured_every=1)
         check_least("", self, eval_problems=2, eval_every=0, sample_every=0, lag=0)
         check_least("", self, overlong_buffer=0, dynamic_sampling=0)

@@ -18,7 +18,7 @@ def test_the_evaluations_of_an_adaptive_run_draft_at_most_three(monkeypatch):
         config = SimpleNamespace(speculation=speculation, run=RunOptions(), eval_problems=8)
         engine = lambda draft_length, *_: draft_length  # noqa: E731
         session = SimpleNamespace(config=config, draft_length=chosen, mesh=None, engine=engine)
-        assert train_grpo.Examiner(session, None)._sampler == drafted
+        assert train_grpo.Examiner(session, None).sampler == drafted
 
 
 @pytest.mark.parametrize(

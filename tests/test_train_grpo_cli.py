@@ -109,6 +109,8 @@ def test_prompts_longer_than_the_cache_are_refused(refused, models):
         ),
         ("--draft.online-sequences 9", "draft_sequences is 9; choose 0 to 8"),
         ("--draft.microbatch.rows 4 --draft.online-sequences 3", "6 sequences .* do not split into microbatches of 4"),
+        ("--cache-bytes 0", "--cache-bytes is 0; it must be at least 1"),
+        ("--cache-bytes 1000", "cache_bytes is 1000; .* need at least [0-9]+: raise it, or lower rows"),
         ("--microbatch.rows 0", "microbatch rows is 0"),
         ("--microbatch.rows 5", "16 sequences .* do not split into microbatches of 5"),
         (

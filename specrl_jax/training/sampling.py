@@ -76,6 +76,11 @@ class Sampler:
     def _noise(self) -> tuple[np.int32, np.int32]:
         return np.int32(self.seed), np.int32(self.attempt)
 
+    def check(self, width: int) -> None:
+        """Raise InputError unless prompts of `width` tokens fit the policy's context and the engine's cache budget."""
+        self.engine.check_prompt_width(width)
+        self.engine.layout(self._size // row_devices(self.mesh), width)
+
     def _draft(self, draft: Any) -> Any:
         return draft if self.engine.speculative else None
 

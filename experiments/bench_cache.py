@@ -2,9 +2,10 @@
 
 Memory: long-tailed responses, exp(N(ln 64, 0.8)) clipped at `--longest`, go through a few rows, with a page pool for
 all rows at full length and with smaller ones (`--pools`, as shares of it), where sequences wait. `over_live` is the
-pool over the tokens alive at the peak, a shared prompt counted once; `over_parts` is the program's peak, by the
-compiler, over weights, pool and drafter state. Prefill: a prompt with `--group` samples beside one with a single
-sample. Compilation: lowering and compiling one round of every kind, without the persistent cache.
+pool and the drafter's cache over what the tokens alive at the peak take of both, a shared prompt counted once;
+`over_parts` is the program's peak, by the compiler, over weights, pool and drafter's cache. Prefill: a prompt with
+`--group` samples beside one with a single sample. Compilation: lowering and compiling one round of every kind, and a
+rollout with all of the controller's, without the persistent cache.
 """
 
 import functools
@@ -28,6 +29,7 @@ from experiments.turns import in_turn, ratio_columns, seconds_of
 from specrl_jax.errors import InputError
 from specrl_jax.models.numerics import Numerics
 from specrl_jax.rollout.config import RolloutConfig
+from specrl_jax.rollout.control import initial_control
 from specrl_jax.rollout.engine import RolloutEngine
 from specrl_jax.training.costs import standing_batch
 from specrl_jax.training.metrics import write_json
@@ -82,6 +84,7 @@ def memory(pair: Pair, config: Config) -> list[dict[str, Any]]:
     weights = sum(leaf.nbytes for leaf in jax.tree.leaves((pair.params, pair.draft)))
     drafter = whole.drafter_bytes(layout.rows + layout.prompts, prompts.tokens.shape[1])
     per_token = whole.page_bytes() // whole.numerics.key_block
+    of_drafter = drafter / (layout.rows + layout.prompts) / (layout.row_pages * whole.numerics.key_block)
     table, first = [], None
     for share in config.pools:
         budget = int(layout.pool_pages * share) * whole.page_bytes() + drafter
@@ -93,7 +96,7 @@ def memory(pair: Pair, config: Config) -> list[dict[str, Any]]:
         assert used is not None
         peak = used.argument_size_in_bytes + used.output_size_in_bytes + used.temp_size_in_bytes
         pool = engine.layout(*prompts.tokens.shape).pool_pages * engine.page_bytes()
-        live = int(trajectory.stats.peak_tokens) * per_token
+        live = int(trajectory.stats.peak_tokens) * (per_token + of_drafter)
         table.append(
             {
                 "part": "memory",
@@ -103,7 +106,7 @@ def memory(pair: Pair, config: Config) -> list[dict[str, Any]]:
                 "pool_mb": pool / 1e6,
                 "drafter_mb": drafter / 1e6,
                 "live_mb": live / 1e6,
-                "over_live": pool / live,
+                "over_live": (pool + drafter) / live,
                 "peak_mb": peak / 1e6,
                 "over_parts": peak / (weights + pool + drafter),
                 "rounds_sat_out": int(trajectory.stats.stalled),
@@ -133,7 +136,7 @@ def prefill(pair: Pair, config: Config) -> dict[str, Any]:
 
 
 def compilation(pair: Pair, config: Config) -> list[dict[str, Any]]:
-    """Seconds to lower and compile a round, by its rows and drafts."""
+    """Seconds to lower and compile a round, by its rows and drafts, and a rollout whose rounds a controller chooses."""
     kept = jax.config.jax_enable_compilation_cache  # type: ignore[attr-defined]
     jax.config.update("jax_enable_compilation_cache", False)
     compilation_cache.reset_cache()  # it remembers whether it was used
@@ -144,7 +147,17 @@ def compilation(pair: Pair, config: Config) -> list[dict[str, Any]]:
         start = time.perf_counter()
         jax.jit(lambda p, d, b, e=engine: e.round(p, d, b)[0]).lower(pair.params, pair.draft, batch).compile()
         seconds = time.perf_counter() - start
-        table.append({"part": "compilation", "rows": rows, "draft_length": k, "seconds": seconds})
+        table.append({"part": "compilation", "rows": rows, "draft_length": k, "bodies": 1, "seconds": seconds})
+    engine = engine_of(pair, config.longest, draft_length=config.draft_length, adaptive=True, rows=config.rows)
+    bodies = len(engine.config.bodies_for(config.rows))
+    prompts = random_prompts(np.random.default_rng(0), config.rows, config.prompt_tokens, pair.policy.vocab_size)
+    program = jax.jit(lambda p, d, prompts, keys, control: engine.rollout(p, d, prompts, keys, control=control))
+    start = time.perf_counter()
+    program.lower(pair.params, pair.draft, prompts, noise_keys(prompts), initial_control(np.ones(bodies))).compile()
+    seconds = time.perf_counter() - start
+    table.append(
+        {"part": "compilation", "rows": config.rows, "draft_length": "adaptive", "bodies": bodies, "seconds": seconds}
+    )
     jax.config.update("jax_enable_compilation_cache", kept)
     compilation_cache.reset_cache()
     return table

@@ -3,23 +3,28 @@
 A table stands between `<!-- table: NAME -->` and `<!-- end of table -->`.
 """
 
-import json
 import re
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
+
+from speed_tables import (
+    ROOT,
+    SPEED,
+    cache_table,
+    gpu_round_cost_table,
+    peers_table,
+    read,
+    rollout_table,
+    round_cost_table,
+    step_table,
+    with_range,
+)
 
 from experiments.online_adaptation import paper_lengths
 from experiments.outputs import markdown_table
 
-ROOT = Path(__file__).parents[1]
-SPEED = ROOT / "results" / "speed"
 DRAFTS = ROOT / "results" / "drafts"
 LOSSLESSNESS = ROOT / "results" / "losslessness"
-
-
-def _read(path: Path) -> dict[str, Any]:
-    return dict(json.loads(path.read_text(encoding="utf-8")))
 
 
 def _with_interval(value: float, half_width: float, sign: str = "") -> str:
@@ -30,7 +35,7 @@ def demo_table() -> str:
     """The demo runs of results/demo, one row each."""
     rows = []
     for path in sorted((ROOT / "results" / "demo").glob("*.json")):
-        run = _read(path)
+        run = read(path)
         rows.append(
             {
                 "run": path.stem.replace("_", " "),
@@ -49,12 +54,12 @@ def demo_table() -> str:
 def _invariant(key: str) -> list[dict[str, Any]]:
     """Rows of the newest run of each dtype."""
     files = {"float32": "invariant_float32.json", "bfloat16": "invariant.json"}
-    return [row for dtype, name in files.items() for row in _read(LOSSLESSNESS / name)[key] if row["dtype"] == dtype]
+    return [row for dtype, name in files.items() for row in read(LOSSLESSNESS / name)[key] if row["dtype"] == dtype]
 
 
 def losslessness_table() -> str:
     """Divergences of results/losslessness by kind of run."""
-    arms = [*_read(LOSSLESSNESS / "plain.json")["rows"], *_invariant("rows")]
+    arms = [*read(LOSSLESSNESS / "plain.json")["rows"], *_invariant("rows")]
     rows = []
     for numerics, dtype, shape in dict.fromkeys((r["numerics"], r["dtype"], _shape(r)) for r in arms):
         own = [r for r in arms if (r["numerics"], r["dtype"], _shape(r)) == (numerics, dtype, shape)]
@@ -91,129 +96,13 @@ def acceptance_table() -> str:
     found: dict[str, dict[str, Any]] = {}
     entropy: dict[str, Any] = {"rule": "entropy (nats per token)"}
     for path in sorted((ROOT / "results" / "acceptance").glob("*.json")):
-        for row in _read(path)["rows"]:
+        for row in read(path)["rows"]:
             column = f"{path.stem}, T = {row['temperature']:g}"
             found.setdefault(row["rule"], {"rule": row["rule"]})[column] = (
                 f"{row['acceptance_length']:.2f} ± {row['ci95']:.2f}"
             )
             entropy[column] = row["entropy"]
     return markdown_table([*found.values(), entropy])
-
-
-def round_cost_table() -> str:
-    """Cost of a round beside its floor, from results/speed/round_cost.json."""
-    rows = []
-    for row in _read(SPEED / "round_cost.json")["rows"]:
-        rows.append(
-            {
-                "rows": row["rows"],
-                "context": row["context"],
-                "drafts": row["draft_length"],
-                "step (ms)": f"{row['step_ms']:.1f}",
-                "step / products": f"{row['step_over_products']:.2f}",
-                "step / products with weights": f"{row['step_over_bare']:.2f}",
-                "round / step": f"{row['round_cost']:.2f}",
-                "floor": f"{row['floor']:.2f}",
-                "over floor": _speed(row, "over_floor"),
-            }
-        )
-    return markdown_table(rows)
-
-
-def gpu_round_cost_table() -> str:
-    """Cost of a round on one H200, from results/h200/round_cost.json."""
-    rows = []
-    for row in _read(ROOT / "results" / "h200" / "round_cost.json")["rows"]:
-        rows.append(
-            {
-                "policy": f"{row['shape']}, {row['dtype']}",
-                "rows": row["rows"],
-                "context": row["context"],
-                "drafts": row["draft_length"],
-                "step (ms)": f"{row['step_ms']:.2f}",
-                "tokens / s": f"{1e3 * row['rows'] / row['step_ms']:.0f}",
-                "step / products": f"{row['step_over_products']:.2f}",
-                "round (ms)": f"{row['round_ms']:.2f}",
-                "round / step": f"{row['round_cost']:.2f}",
-                "floor": f"{row['floor']:.2f}",
-                "over floor": _speed(row, "over_floor"),
-            }
-        )
-    return markdown_table(rows)
-
-
-def _speed(row: dict[str, Any], name: str = "speedup") -> str:
-    return f"{row[name]:.2f} ({row[f'{name}_low']:.2f} to {row[f'{name}_high']:.2f})"
-
-
-def rollout_table() -> str:
-    """Rollouts with drafts over rollouts without, from results/speed/rollout_*.json."""
-    rows = []
-    for path in sorted(SPEED.glob("rollout_*.json")):
-        for row in _read(path)["rows"]:
-            synthetic, share = row["synthetic_survival"], row.get("share_of_floor")
-            workload = row.get("workload", "random")
-            if workload == "jsonl":  # which one, the file's name says
-                workload = path.stem.split("_")[1]
-            rows.append(
-                {
-                    "workload": f"synthetic, {synthetic:g}" if synthetic else workload,
-                    "branchy prompts": row.get("branchy"),
-                    "rows": row["rows"],
-                    "lengths": row["lengths"] + ("" if row["ladder"] else ", no ladder"),
-                    "drafts": row["draft_length"],
-                    "acceptance length": row["acceptance_length"],
-                    "tokens / s": f"{row['tokens_per_second']:.0f}",
-                    "speed-up": _speed(row),
-                    "over best fixed": None if share is None else _speed(row, "over_best_fixed"),
-                    "of what floors allow": None if share is None else f"{_share(row)} of {row['allowed']:.2f}",
-                    "invariant bits": _speed(row, "invariant_speedup") if "invariant_speedup" in row else None,
-                }
-            )
-    return markdown_table(rows)
-
-
-def _share(row: dict[str, Any]) -> str:
-    """Share of what floors allow, with its interval where they were measured in the same turns."""
-    name = "share_of_floor"
-    return _speed(row, name) if f"{name}_low" in row else f"{row[name]:.2f}"
-
-
-def peers_table() -> str:
-    """Our rollouts beside other engines', from results/speed/peers_*.json."""
-    rows = []
-    for path in sorted(SPEED.glob("peers_*.json")):
-        for row in _read(path)["rows"]:
-            rows.append(
-                {
-                    "policy": row["shape"],
-                    "workload": row.get("workload", "random"),
-                    "rows": row["rows"],
-                    "engine": row["arm"],
-                    "tokens / s": f"{row['tokens_per_second']:.0f}",
-                    "its time / ours": _speed(row),
-                    "acceptance length": row["acceptance_length"],
-                    "bare products (ms)": None if row["products_ms"] is None else f"{row['products_ms']:.2f}",
-                }
-            )
-    return markdown_table(rows)
-
-
-def step_table() -> str:
-    """GRPO steps beside other trainers', from results/speed/step.json."""
-    rows = []
-    for row in _read(SPEED / "step.json")["rows"]:
-        rows.append(
-            {
-                "trainer": row["arm"],
-                "log-prob pass": row["log_prob_pass"],
-                "seconds": f"{row['seconds']:.2f}",
-                "speed-up": _speed(row),
-                "Amdahl": None if row.get("amdahl") is None else f"{row['amdahl']:.2f}",
-                "share of the rollout": f"{row['rollout_share']:.2f}",
-            }
-        )
-    return markdown_table(rows)
 
 
 def _mean(row: dict[str, Any], name: str, half: str | None = None) -> str | None:
@@ -230,7 +119,7 @@ def _paper(first: float | None, second: float | None) -> str | None:
 def draft_length_table() -> str:
     """What k drafts per round win, from results/drafts/draft_length.json."""
     rows = []
-    for row in _read(DRAFTS / "draft_length.json")["rows"]:
+    for row in read(DRAFTS / "draft_length.json")["rows"]:
         rows.append(
             {
                 "workload": row["workload"],
@@ -251,7 +140,7 @@ def draft_length_table() -> str:
 def draft_init_table() -> str:
     """What a head should have learned from, from results/drafts/draft_init.json."""
     rows = []
-    for row in _read(DRAFTS / "draft_init.json")["rows"]:
+    for row in read(DRAFTS / "draft_init.json")["rows"]:
         rows.append(
             {
                 "head": row["init"],
@@ -268,7 +157,7 @@ def draft_init_table() -> str:
 def text_drafts_table() -> str:
     """Drafts from text under the controller, from results/drafts/text_drafts.json."""
     rows = []
-    for row in _read(DRAFTS / "text_drafts.json")["rows"]:
+    for row in read(DRAFTS / "text_drafts.json")["rows"]:
         if row["draft_length"] != "0":
             rows.append(
                 {
@@ -276,7 +165,7 @@ def text_drafts_table() -> str:
                     "drafts": f"{row['drafts']}, {row['draft_length']}",
                     "acceptance length": row["acceptance_length"],
                     "tokens / s": f"{row['tokens_per_second']:.0f}",
-                    "speed-up": _speed(row),
+                    "speed-up": with_range(row),
                     "CPU": "Xeon" if "Xeon" in row["device"] else row["device"].split(",")[0].split()[-1],
                 }
             )
@@ -286,7 +175,7 @@ def text_drafts_table() -> str:
 def draft_methods_table() -> str:
     """Every drafter beside the others, from results/drafts/draft_methods.json."""
     rows = []
-    for row in _read(DRAFTS / "draft_methods.json")["rows"]:
+    for row in read(DRAFTS / "draft_methods.json")["rows"]:
         lengths = (row.get(f"paper_{run}_acceptance_length") for run in ("rl_zero", "rl_think"))
         speedups = (row.get(f"paper_{run}_speedup") for run in ("rl_zero", "rl_think"))
         rows.append(
@@ -311,7 +200,7 @@ def acceptance_by_task_table() -> str:
     found: dict[tuple[Any, ...], dict[str, Any]] = {}
     for path in sorted(DRAFTS.glob("acceptance_by_task_*.json")):
         policy = path.stem.removeprefix("acceptance_by_task_")
-        for row in _read(path)["rows"]:
+        for row in read(path)["rows"]:
             first = {"policy": policy, "prompts": row["prompts"], "temperature": row["temperature"]}
             line = found.setdefault(tuple(first.values()), first | {"entropy": row["entropy"]})
             line[row["drafts"]] = f"{_mean(row, 'acceptance_length', 'ci95')}; {row['tokens_per_forward']:.2f}"
@@ -321,7 +210,7 @@ def acceptance_by_task_table() -> str:
 def acceptance_by_depth_table() -> str:
     """Acceptance at every depth by how the head was trained, from results/drafts/acceptance_by_depth.json."""
     rows = []
-    for row in _read(DRAFTS / "acceptance_by_depth.json")["rows"]:
+    for row in read(DRAFTS / "acceptance_by_depth.json")["rows"]:
         rows.append(
             {
                 "loss": row["loss"],
@@ -338,7 +227,7 @@ def acceptance_by_depth_table() -> str:
 def online_adaptation_table(file: str = "online_adaptation.json") -> str:
     """What becomes of a head while the policy learns, from results/drafts."""
     rows = []
-    for row in _read(DRAFTS / file)["rows"]:
+    for row in read(DRAFTS / file)["rows"]:
         rows.append(
             {
                 "head": row["arm"] if row.get("head", "own") == "own" else f"{row['head']}, {row['arm']}",
@@ -361,7 +250,7 @@ def online_init_table() -> str:
 def async_table() -> str:
     """Synchronous and asynchronous steps, from results/speed/async_pipeline.json."""
     rows = []
-    for row in _read(SPEED / "async_pipeline.json")["rows"]:
+    for row in read(SPEED / "async_pipeline.json")["rows"]:
         rows.append(
             {
                 "lag": row["lag"],
@@ -380,7 +269,7 @@ def async_table() -> str:
 def mesh_table() -> str:
     """Shares of a step on every mesh, from results/speed/mesh.json."""
     rows = []
-    for row in _read(SPEED / "mesh.json")["rows"]:
+    for row in read(SPEED / "mesh.json")["rows"]:
         shares = {
             "gather of weights": row["gather_share"],
             "collectives": row["collectives_share"],
@@ -393,7 +282,7 @@ def mesh_table() -> str:
 def mesh_ties_table() -> str:
     """Divergences of rollouts on meshes from one device's, from results/losslessness/mesh.json."""
     rows = []
-    for row in _read(LOSSLESSNESS / "mesh.json")["rows"]:
+    for row in read(LOSSLESSNESS / "mesh.json")["rows"]:
         rows.append(
             {
                 "mesh": row["mesh"],
@@ -410,7 +299,7 @@ def lag_table() -> str:
     """What runs of the demo's task learn behind their policy, from results/lag."""
     rows = []
     for path in sorted((ROOT / "results" / "lag").glob("lag_*.json")):
-        run = _read(path)
+        run = read(path)
         gain = f"+{run['accuracy_gain']:.3f} ± {run['accuracy_gain_ci95']:.3f}"
         rows.append(
             {"lag": run["lag"], "accuracy before": run["accuracy_before"], "after": run["accuracy_after"], "gain": gain}
@@ -421,7 +310,7 @@ def lag_table() -> str:
 def measured_plan_table() -> str:
     """Memory and time of the pieces of a step of Qwen3-0.6B on a CPU, from results/plans."""
     rows = []
-    for row in _read(ROOT / "results" / "plans" / "qwen3_0_6b_cpu_measured.json")["rows"]:
+    for row in read(ROOT / "results" / "plans" / "qwen3_0_6b_cpu_measured.json")["rows"]:
         figures = {name: f"{row[name]:.2f}" for name in ("total", "measured", "seconds")}
         rows.append({"program": row["program"]} | figures)
     return markdown_table(rows)
@@ -431,7 +320,7 @@ def plans_table() -> str:
     """Memory of the pieces of a step of Qwen3-8B by compiler, from results/plans."""
     rows = []
     for path in sorted((ROOT / "results" / "plans").glob("qwen3_8b_*.json")):
-        for row in _read(path)["rows"]:
+        for row in read(path)["rows"]:
             names = ("compiled by", "program", "total", "needed", "fits")
             line = {"draft head": "block" if "--head block" in row["command"] else "EAGLE-3"}
             line |= {name: f"{row[name]:.2f}" if name in ("total", "needed") else row[name] for name in names}
@@ -449,6 +338,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "rollout": rollout_table,
     "peers": peers_table,
     "step": step_table,
+    "cache": cache_table,
     "draft_length": draft_length_table,
     "draft_init": draft_init_table,
     "text_drafts": text_drafts_table,

@@ -20,7 +20,9 @@ from tiny import (
 
 from specrl_jax.errors import InputError
 from specrl_jax.models.numerics import Numerics
+from specrl_jax.rollout import engine as engine_module
 from specrl_jax.rollout.config import RolloutConfig
+from specrl_jax.rollout.control import Body, initial_control
 from specrl_jax.rollout.engine import RolloutEngine
 from specrl_jax.rollout.rules import Match
 from specrl_jax.rollout.sampling import SamplingLaw
@@ -125,3 +127,40 @@ def test_a_budget_too_small_for_one_row_is_refused():
     for name in ("rows", "cache_bytes"):
         with pytest.raises(InputError, match=f"rollout {name} is 0; it must be at least 1"):
             engine_of(**{name: 0})
+
+
+def peak(engine, pages, control=None):
+    """Bytes that a compiled rollout needs beside its arguments with a pool of so many pages, and those of the pool."""
+    engine = replace(engine, config=replace(engine.config, cache_bytes=budget(engine, pages, 15)))
+    program = jax.jit(lambda *a: engine.rollout(*a, control=control))
+    compiled = program.lower(tiny_params(), random_eagle3()[1], PROMPTS, KEYS).compile()
+    return compiled.memory_analysis().temp_size_in_bytes, pages * engine.page_bytes()
+
+
+def copies_of_the_cache(monkeypatch, **settings):
+    """How often a byte more of the pool is there at the peak."""
+    monkeypatch.setattr("test_queue.NEW", 1000)  # of which the pools that are asked for are a part
+    engine = engine_of(3, PLAIN, random_eagle3()[0], smallest_rung=1, **settings)
+    engine = replace(engine, policy=replace(POLICY, max_position_embeddings=2048))
+    control = initial_control(np.ones(len(settings["bodies"]))) if settings.get("adaptive") else None
+    (small, few), (large, many) = (peak(engine, pages, control) for pages in (1000, 2000))
+    return (large - small) / (many - few)
+
+
+FIXED = {"ladder": (1.0, 0.3)}
+ADAPTIVE = {"adaptive": True, "bodies": (Body(15, 15), Body(15, 60), Body(4, 4), Body(4, 16))}
+
+
+@pytest.mark.parametrize("settings", [FIXED, ADAPTIVE], ids=["ladder", "controller"])
+def test_the_cache_is_there_once(monkeypatch, settings):
+    assert copies_of_the_cache(monkeypatch, **settings) == pytest.approx(1.0, abs=0.01)
+
+
+def test_a_cache_that_is_copied_is_seen(monkeypatch):
+    """Where a round chooses between the cache before and after it."""
+
+    def chosen(asked, do, state):
+        return jax.tree.map(lambda after, before: jnp.where(asked, after, before), do(state), state)
+
+    monkeypatch.setattr(engine_module, "when", chosen)
+    assert copies_of_the_cache(monkeypatch, **ADAPTIVE) > 1.5

@@ -14,7 +14,7 @@ def counted():
     """Two responses of 4 and 8 tokens, 2 of them in three forwards without a draft, 1 in a round that was cut."""
     zeros = {name: np.int32(0) for name in RolloutStats.__dataclass_fields__}
     per_draft = {"drafted_at": np.array([3, 2]), "accepted_at": np.array([3, 1]), "bodies": np.zeros(0, np.int32)}
-    counts = {"rounds": 3, "accepted": 4, "cut_rounds": 1, "steps": 7}
+    counts = {"rounds": 3, "accepted": 4, "cut_rounds": 1, "steps": 7, "stalled": 5}
     stats = RolloutStats(**zeros | per_draft | {name: np.int32(count) for name, count in counts.items()})
     tokens, prompts = np.zeros((2, 8), np.int32), np.zeros((2, 1), np.int32)
     return Trajectory(
@@ -34,6 +34,7 @@ def test_every_forward_counts_where_acceptance_length_has_rounds_alone():
     assert found["tokens_per_forward"] == pytest.approx(12 / 7)
     assert found["acceptance_length"] == pytest.approx(1 + 4 / 3)
     assert found["drafted_fraction"] == pytest.approx(4 / 7)
+    assert found["rounds_sat_out"] == 5
     assert found["entropy"] == pytest.approx(0.5)
     assert found["truncated_fraction"] == pytest.approx(0.5)
 

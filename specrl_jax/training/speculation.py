@@ -52,6 +52,7 @@ def response_metrics(
 
     `tokens_per_forward` counts every forward of a row, those without drafts too, which acceptance length leaves out: by
     it alone can drafters be compared that sit rounds out.
+    `rounds_sat_out`: of rows that found no room in the cache.
     `responses` and their tokens: what entropy and speculation are counted over, where that is more than the trajectory.
     """
     lengths = np.asarray(trajectory.lengths)
@@ -66,6 +67,7 @@ def response_metrics(
         "entropy": float(trajectory.entropy_sum) / max(of_tokens, 1),
         "policy_forwards_per_sequence": int(trajectory.stats.steps) / max(over, 1),
         "tokens_per_forward": of_tokens / max(int(trajectory.stats.steps), 1),
+        "rounds_sat_out": int(trajectory.stats.stalled),
     }
     return figures | speculation_metrics(trajectory.stats)
 

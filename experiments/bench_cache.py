@@ -84,7 +84,7 @@ def memory(pair: Pair, config: Config) -> list[dict[str, Any]]:
     weights = sum(leaf.nbytes for leaf in jax.tree.leaves((pair.params, pair.draft)))
     drafter = whole.drafter_bytes(layout.rows + layout.prompts, prompts.tokens.shape[1])
     per_token = whole.page_bytes() // whole.numerics.key_block
-    of_drafter = drafter / (layout.rows + layout.prompts) / (layout.row_pages * whole.numerics.key_block)
+    of_drafter = whole.drafter_bytes(1, prompts.tokens.shape[1]) / (layout.row_pages * whole.numerics.key_block)
     table, first = [], None
     for share in config.pools:
         budget = int(layout.pool_pages * share) * whole.page_bytes() + drafter
@@ -140,24 +140,26 @@ def compilation(pair: Pair, config: Config) -> list[dict[str, Any]]:
     kept = jax.config.jax_enable_compilation_cache  # type: ignore[attr-defined]
     jax.config.update("jax_enable_compilation_cache", False)
     compilation_cache.reset_cache()  # it remembers whether it was used
-    table = []
+    table: list[dict[str, Any]] = []
+
+    def compile_and_tell(rows: int, k: int | str, bodies: int, program: Any, *given: Any) -> None:
+        start = time.perf_counter()
+        program.lower(pair.params, pair.draft, *given).compile()
+        seconds = time.perf_counter() - start
+        table.append({"part": "compilation", "rows": rows, "draft_length": k, "bodies": bodies, "seconds": seconds})
+
     for rows, k in ((1, 0), (1, config.draft_length), (config.rows, 0), (config.rows, config.draft_length)):
         engine = engine_of(pair, config.longest, draft_length=k)
         batch = standing_batch(engine, rows, config.prompt_tokens)
-        start = time.perf_counter()
-        jax.jit(lambda p, d, b, e=engine: e.round(p, d, b)[0]).lower(pair.params, pair.draft, batch).compile()
-        seconds = time.perf_counter() - start
-        table.append({"part": "compilation", "rows": rows, "draft_length": k, "bodies": 1, "seconds": seconds})
+        compile_and_tell(rows, k, 1, jax.jit(lambda p, d, b, e=engine: e.round(p, d, b)[0]), batch)
     engine = engine_of(pair, config.longest, draft_length=config.draft_length, adaptive=True, rows=config.rows)
-    bodies = len(engine.config.bodies_for(config.rows))
-    prompts = random_prompts(np.random.default_rng(0), config.rows, config.prompt_tokens, pair.policy.vocab_size)
-    program = jax.jit(lambda p, d, prompts, keys, control: engine.rollout(p, d, prompts, keys, control=control))
-    start = time.perf_counter()
-    program.lower(pair.params, pair.draft, prompts, noise_keys(prompts), initial_control(np.ones(bodies))).compile()
-    seconds = time.perf_counter() - start
-    table.append(
-        {"part": "compilation", "rows": config.rows, "draft_length": "adaptive", "bodies": bodies, "seconds": seconds}
+    control = initial_control(np.ones(len(engine.config.bodies_for(config.rows))))
+    prompts = random_prompts(
+        np.random.default_rng(config.run.seed), config.rows, config.prompt_tokens, pair.policy.vocab_size
     )
+    program = jax.jit(lambda p, d, prompts, keys, control: engine.rollout(p, d, prompts, keys, control=control))
+    given = prompts, noise_keys(prompts), control
+    compile_and_tell(config.rows, "adaptive", len(control.seconds), program, *given)
     jax.config.update("jax_enable_compilation_cache", kept)
     compilation_cache.reset_cache()
     return table

@@ -244,10 +244,9 @@ def session_draft(session: Session, head: DraftModelParams | None, history: Hist
 
 def check_rollouts(session: Session, program: GrpoProgram) -> None:
     """Raise InputError where a response does not fit the policy's context or the cache budget, in any of the run."""
-    config, width, engine = session.config, session.workload.prompt_width, program.step.engine
-    engine.check_prompt_width(width)
+    config, width = session.config, session.workload.prompt_width
     roller = session.roller(program) or program
-    engine.layout(config.prompts // row_devices(roller.mesh), width)
+    program.step.engine.layout(config.prompts // row_devices(roller.mesh), width)
     Examiner(session, None).sampler.check(width)
     if config.drafter is None and config.trains_head:
         session.draft_stage.sampler(config.draft.prompts).check(width)

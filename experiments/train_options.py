@@ -173,10 +173,9 @@ class Config:
 
     def __post_init__(self) -> None:
         check_least("", self, rows=1, steps=1, scan_steps=1, prompts=1, samples=2, max_prompt_tokens=1, data_limit=1)
-        check_least("", self, cache_bytes=1)
         check_least("", self, updates_per_rollout=1, epochs=1, history=1, most_skipped=1, measured_every=1)
         check_least("", self, eval_problems=2, eval_every=0, sample_every=0, lag=0)
-        check_least("", self, overlong_buffer=0, dynamic_sampling=0)
+        check_least("", self, overlong_buffer=0, dynamic_sampling=0, cache_bytes=1)
         if self.acceptance_floor and not 1.0 <= self.acceptance_floor < float("inf"):
             raise InputError(
                 f"--acceptance-floor is {self.acceptance_floor}; choose tokens a round from 1, or 0 for none"

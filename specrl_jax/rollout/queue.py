@@ -108,7 +108,8 @@ class SequenceQueue(AdaptiveRound):
         return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(state))
 
     def layout(self, groups: int, width: int) -> Layout:
-        """Sizes for so many prompts of so many tokens; InputError when the cache budget is too small for one row."""
+        """Sizes for so many prompts of so many tokens; InputError when these or one row of them do not fit."""
+        self.check_prompt_width(width)
         count = groups * self.config.samples_per_prompt
         rows = min(count, self.config.rows or count)
         together = max(1, min(groups, _PREFILL_TOKENS // width, -(-rows // self.config.samples_per_prompt)))
@@ -137,7 +138,6 @@ class SequenceQueue(AdaptiveRound):
     ) -> Batch:
         """Before any prompt is read; arguments as for `RolloutEngine.rollout`."""
         groups, width = prompts.tokens.shape
-        self.check_prompt_width(width)
         layout = self.layout(groups, width)
         drafts = self.drafter is not None and self.speculative
         none = jnp.zeros((layout.rows,), jnp.int32)

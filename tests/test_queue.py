@@ -20,12 +20,14 @@ from tiny import (
 
 from specrl_jax.errors import InputError
 from specrl_jax.models.numerics import Numerics
+from specrl_jax.parallel.mesh import MeshConfig, make_mesh
 from specrl_jax.rollout import engine as engine_module
 from specrl_jax.rollout.config import RolloutConfig
 from specrl_jax.rollout.control import Body, initial_control
 from specrl_jax.rollout.engine import RolloutEngine
 from specrl_jax.rollout.rules import Match
 from specrl_jax.rollout.sampling import SamplingLaw
+from specrl_jax.training.sampling import Sampler
 
 pytestmark = pytest.mark.ci
 SAMPLES, NEW = 3, 20
@@ -124,6 +126,9 @@ def test_a_budget_too_small_for_one_row_is_refused():
     engine = replace(engine, config=replace(engine.config, cache_bytes=budget(engine, least_pages(engine), 4) - 1))
     with pytest.raises(InputError, match=r"rollout cache_bytes is \d+; 4 rows .* need at least \d+: raise it"):
         finished(engine)
+    count, width = PROMPTS.tokens.shape
+    with pytest.raises(InputError, match=r"rollout cache_bytes is \d+; 4 rows .* need at least \d+: raise it"):
+        Sampler(engine, make_mesh(MeshConfig()), "evaluation", 0, count).check(width)
     for name in ("rows", "cache_bytes"):
         with pytest.raises(InputError, match=f"rollout {name} is 0; it must be at least 1"):
             engine_of(**{name: 0})

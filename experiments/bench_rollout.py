@@ -14,7 +14,7 @@ controller to one that gives all rows as many drafts (`--alike`).
 """
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
@@ -39,7 +39,7 @@ from specrl_jax.errors import InputError
 from specrl_jax.models.numerics import Numerics
 from specrl_jax.models.params import PolicyParams
 from specrl_jax.rollout.config import RolloutConfig
-from specrl_jax.rollout.control import Control, default_bodies
+from specrl_jax.rollout.control import Body, Control, default_bodies
 from specrl_jax.rollout.engine import RolloutEngine
 from specrl_jax.rollout.rules import Match, Rule
 from specrl_jax.rollout.trajectory import Trajectory
@@ -156,6 +156,15 @@ class Arm:
         return figures
 
 
+def round_times(control: Control, bodies: Sequence[Body], longest: int, context: int) -> str:
+    """Milliseconds of a round of each body with its draft steps, as the cost table has them at so many tokens a row."""
+    table = zip(bodies, *jax.device_get((control.seconds, control.per_slot, control.per_step)), strict=True)
+    taken = [
+        (body, s + slot * context * body.rows + step * max(0, body.depth(longest) - 1)) for body, s, slot, step in table
+    ]
+    return " ".join(f"{body.rows}x{body.tokens}:{1e3 * s:.3g}" for body, s in taken)
+
+
 def rollout_of(
     config: Config, pair: Pair, work: Work, rows: int, k: int, rule: Rule, adaptive: bool, numerics: Numerics = PLAIN
 ) -> RolloutEngine:
@@ -222,6 +231,9 @@ def measure(
         return adaptive_arm(chosen, pair, draft, work, control)
 
     adaptive = controlled(PLAIN, "")
+    assert adaptive.control is not None
+    bodies = adaptive.engine.config.bodies_for(rows)
+    times = round_times(adaptive.control, bodies, config.longest, work.prompts.tokens.shape[1] + 64)
     fixed = {"0": fixed_arm(rollout_of(config, pair, work, rows, 0, Match(), False), pair, work)}
     for k in config.draft_lengths:
         fixed[str(k)] = fixed_arm(rollout_of(config, pair, work, rows, k, rule, False), pair, work)
@@ -280,7 +292,9 @@ def measure(
         if name.endswith("random head"):
             row |= {"workload": config.work.task or "random", "synthetic_survival": None}
         if name == "adaptive":
-            row |= {"best_fixed": best} | ratio_columns("over_best_fixed", seconds[best], seconds[name])
+            row |= {"cost_table_ms": times, "best_fixed": best} | ratio_columns(
+                "over_best_fixed", seconds[best], seconds[name]
+            )
             if floors:
                 row |= ratio_columns("share_of_floor", seconds["0"] / seconds[name], allowed)
                 row |= {"allowed": float(np.median(allowed))}

@@ -334,6 +334,21 @@ def test_of_a_busy_machine_the_quiet_turns_count(monkeypatch):
     assert costs_module._seconds_per_round([lambda rounds: 1.0 + rounds + next(added)]) == pytest.approx(1.0)
 
 
+def test_a_case_is_not_cheap_because_the_machine_was_quick_for_a_while(monkeypatch):
+    """Three paces of a machine, and each case is lucky once: they all stand to one another as in a turn."""
+    monkeypatch.setattr(costs_module, "of_first", lambda own: np.float32(15.0))
+    paces, seen = [1.0, 3.0, 1.0, 2.0], dict.fromkeys(range(5), 0)  # the first before the turns
+
+    def call(case, rounds):
+        turn, _ = divmod(seen[case] + 1, 2)  # a call before the turns, then two in each
+        seen[case] += 1
+        lucky = 0.4 if turn == 1 + case % 3 and case < 3 else 1.0
+        return lucky * paces[turn] * (case + 1.0) * rounds
+
+    calls = [partial(call, case) for case in range(5)]
+    np.testing.assert_allclose(costs_module._seconds_per_round(calls), [1.0, 2.0, 3.0, 4.0, 5.0])
+
+
 def test_noise_makes_no_draft_step_longer_than_its_round():
     small, large = Body(4, 8), Body(4, 16)
     typical = {(Body(4, 4), 0): 1.0, (small, 4): 9.0, (large, 4): 2.0, (small, 1): 1.5}  # large was lucky

@@ -205,6 +205,10 @@ def test_rollouts_are_timed_at_a_small_shape(monkeypatch, tmp_path):
     assert rows[0]["speedup"] == 1.0
     assert rows[1]["acceptance_length"] > 1.0
     assert re.fullmatch(r"(\d+x\d+:\d+ ?)+", rows[2]["bodies"])
+    table = json.loads((tmp_path / "costs.2.json").read_text())["bodies"]
+    told = dict(entry.split(":") for entry in rows[2]["cost_table_ms"].split())
+    assert list(told) == [f"{size}x{tokens}" for size, tokens, _ in table]
+    assert all(float(told[f"{size}x{tokens}"]) >= 999 * seconds for size, tokens, seconds in table)
     for end in ("", "_low", "_high"):
         assert rows[2][f"share_of_floor{end}"] == pytest.approx(rows[2][f"speedup{end}"] / rows[2]["allowed"])
     assert len({tuple(floors.policy) for floors, _ in judged}) == 3  # those of every turn

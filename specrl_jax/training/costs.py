@@ -237,9 +237,8 @@ def _seconds_per_round(calls: Sequence[Callable[[int], float]]) -> Float[np.ndar
 
     A call takes time of its own (memory that it maps, weights that other calls pushed out of the processor's caches),
     which would make short rounds look dearer beside long ones than they are in a rollout. It is about the same for all:
-    their median is taken off the longer calls, so that what one case takes beyond another is told from these alone. Of
-    all calls the least of several turns counts, since a busy machine only ever adds: as many rounds and turns as the
-    time is enough for.
+    their median is taken off the longer calls, so that what one case takes beyond another is told from these alone. As
+    many rounds and turns as the time is enough for.
     """
     start = time.perf_counter()
     for call in calls:
@@ -248,9 +247,24 @@ def _seconds_per_round(calls: Sequence[Callable[[int], float]]) -> Float[np.ndar
     affordable = float(of_first(np.float32(_BUDGET_S / (time.perf_counter() - start))))
     rounds = int(np.clip(affordable / _LEAST_TURNS - 1, _LEAST_ROUNDS, _MOST_ROUNDS))
     turns = int(np.clip(affordable / (1 + rounds), _LEAST_TURNS, _MOST_TURNS))
-    one, more = np.min([[(call(1), call(rounds)) for call in calls] for _ in range(turns)], axis=0).T
+    taken = np.empty((2, turns, len(calls)))
+    for turn in range(turns):
+        # In another order every turn, so that a machine that changes its pace favours no case.
+        for case in np.random.default_rng(turn).permutation(len(calls)):
+            taken[:, turn, case] = calls[case](1), calls[case](rounds)
+    one, more = (_typical(of_calls) for of_calls in taken)
     own = max(0.0, float(np.median(one - (more - one) / (rounds - 1))))
     return np.maximum(more - own, 0.1 * more) / rounds  # noise must not make a round free
+
+
+def _typical(taken: Float[np.ndarray, "turns cases"]) -> Float[np.ndarray, "cases"]:
+    """Seconds of each case in the quickest turn, by what it takes beside the others of a turn in the median of turns.
+
+    A machine may be quick for a while, or slow: what a case was lucky enough to take once says nothing beside the
+    others' time of another turn, and the planner goes by ratios alone.
+    """
+    pace = np.median(taken / np.median(taken, axis=0), axis=1)
+    return np.median(taken / pace[:, None], axis=0) * pace.min()
 
 
 def costs_at(

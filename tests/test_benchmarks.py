@@ -22,7 +22,7 @@ from specrl_jax.drafters.suffix import SuffixDrafter
 from specrl_jax.errors import InputError
 from specrl_jax.models.tree import Tree
 from specrl_jax.rollout.control import Body, initial_control
-from specrl_jax.rollout.draws import KeyedDraws
+from specrl_jax.rollout.draws import PlacedDraws
 from specrl_jax.rollout.noise import sequence_keys
 from specrl_jax.rollout.rules import Match
 from specrl_jax.rollout.sampling import SamplingLaw
@@ -73,7 +73,12 @@ def test_synthetic_acceptance_is_geometric():
     drafts = jnp.tile(jnp.arange(1, depth + 1, dtype=jnp.int32)[None], (rows, 1)).at[: rows // 2, 2].set(-1)
     own = jnp.full((rows, depth + 1), 9, jnp.int32)
     rule = SyntheticMatch(survival=survival)
-    proposed = rule.decide(Tree.chain(depth), drafts, own, None, None, KeyedDraws(keys))
+
+    def decided(drafts, emitted, rounds=0):
+        draws = PlacedDraws.of_round(keys, jnp.full((rows,), rounds, jnp.int32), jnp.full((rows,), emitted, jnp.int32))
+        return rule.decide(Tree.chain(drafts.shape[1]), drafts, own[:, : drafts.shape[1] + 1], None, None, draws)
+
+    proposed = decided(drafts, 5)
     accepted = np.asarray(proposed.accepted)
     assert accepted[: rows // 2].max() == 2  # a slot without a draft is never accepted
     whole = accepted[rows // 2 :]
@@ -83,6 +88,11 @@ def test_synthetic_acceptance_is_geometric():
         tokens = np.asarray(proposed.tokens[row])
         np.testing.assert_array_equal(tokens[: accepted[row]], np.arange(1, accepted[row] + 1))
         assert tokens[accepted[row]] == 9
+    # Whatever is drafted when, the places of a response are the same: here the fourth token after five.
+    late = np.asarray(decided(drafts[:, :1], 7, rounds=1).accepted)
+    reached = whole >= 2
+    np.testing.assert_array_equal(late[rows // 2 :][reached], (whole >= 3)[reached])
+    assert abs(np.mean(late) - survival) < 0.015
 
 
 def test_ratios_are_paired_and_have_an_interval():

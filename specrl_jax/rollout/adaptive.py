@@ -35,8 +35,7 @@ from specrl_jax.rollout.control import (
     worth_another_step,
     worth_of_tokens,
 )
-from specrl_jax.rollout.draws import KeyedDraws
-from specrl_jax.rollout.noise import round_keys
+from specrl_jax.rollout.draws import PlacedDraws
 from specrl_jax.rollout.pool import Pool
 from specrl_jax.rollout.round import Judged, Round, with_drafts
 from specrl_jax.rollout.rows import Rows, Unread
@@ -195,7 +194,7 @@ class AdaptiveRound(Round):
         grid: TokenLaw = jax.tree.map(lambda x: x[where], law)
         steps = jnp.arange(depth, dtype=jnp.int32)[None]
         drafts = jnp.where(steps < dealt.lengths[:, None], dealt.token, -1)  # no token, so that it is never drawn
-        draws = KeyedDraws(round_keys(rows.keys, rows.rounds))
+        draws = PlacedDraws.of_round(rows.keys, rows.rounds, rows.emitted)
         proposed = config.rule.decide(Tree.chain(depth), drafts, grid.token, None, None, draws)
         features = None if out.features is None else out.features[where].reshape(-1, out.features.shape[1])
         laws = jax.tree.map(lambda x: x.reshape(-1), grid)

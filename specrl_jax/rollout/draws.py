@@ -6,7 +6,7 @@ from typing import Protocol, runtime_checkable
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
-from specrl_jax.rollout.noise import best, gumbel_noise, subkeys, uniform_logs
+from specrl_jax.rollout.noise import best, gumbel_noise, round_keys, subkeys, uniform_logs
 
 
 @runtime_checkable
@@ -40,3 +40,29 @@ class KeyedDraws:
         first = jnp.zeros((log_law.shape[0],), jnp.int32)
         noise = gumbel_noise(subkeys(self.keys, "residual"), first, ids)
         return best(log_law + noise.astype(log_law.dtype))[:, 0]
+
+
+@dataclass(frozen=True)
+class PlacedDraws(KeyedDraws):
+    """Draws of a round that also knows where it is.
+
+    sequences: keys of the rows' sequences. emitted: tokens that they have.
+    """
+
+    sequences: UInt32[Array, "r 2"]
+    emitted: Int[Array, "r"]
+
+    @classmethod
+    def of_round(
+        cls, sequences: UInt32[Array, "r 2"], rounds: Int[Array, "r"], emitted: Int[Array, "r"]
+    ) -> "PlacedDraws":
+        """Draws of round number `rounds[r]` of each sequence."""
+        return cls(round_keys(sequences, rounds), sequences, emitted)
+
+    def coins_by_place(self, log_prob: Float[Array, "r k"]) -> Bool[Array, "r k"]:
+        """As `coins`, of a chain's drafts; one that is tried at a place of its sequence again finds the same coin.
+
+        So do drafts of other lengths, as they do where the policy's own tokens decide.
+        """
+        uniforms = uniform_logs(subkeys(self.sequences, "coin"), log_prob.shape[1], self.emitted)
+        return uniforms.astype(log_prob.dtype) < log_prob

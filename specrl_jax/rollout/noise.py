@@ -114,10 +114,11 @@ def best(scores: Float[Array, "n v"], count: int = 1) -> Int[Array, "n m"]:
     return jnp.pad(found, ((0, 0), (0, count - found.shape[1])), mode="edge")
 
 
-def uniform_logs(keys: UInt32[Array, "r 2"], count: int) -> Float[Array, "r k"]:
-    """Logarithms of `count` independent uniforms per key, float32, below 0 and finite."""
-    first = jnp.zeros((keys.shape[0],), jnp.int32)
-    return jnp.log(_uniform(random_bits(keys, first, jnp.arange(count, dtype=jnp.int32))))
+def uniform_logs(keys: UInt32[Array, "r 2"], count: int, first: Int[Array, "r"] | None = None) -> Float[Array, "r k"]:
+    """Logarithms of `count` independent uniforms per key, float32, below 0 and finite; of its numbers from `first`."""
+    start = jnp.zeros((keys.shape[0],), jnp.int32)
+    index = jnp.arange(count, dtype=jnp.int32)
+    return jnp.log(_uniform(random_bits(keys, start, index if first is None else first[:, None] + index[None])))
 
 
 def _uniform(bits: UInt32[Array, "*n"]) -> Float[Array, "*n"]:

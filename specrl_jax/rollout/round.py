@@ -20,8 +20,8 @@ from specrl_jax.models.numerics import Numerics
 from specrl_jax.models.params import PolicyParams
 from specrl_jax.models.policy import ForwardOutput, TokenBatch, forward, grid_batch
 from specrl_jax.rollout.config import RolloutConfig
-from specrl_jax.rollout.draws import KeyedDraws
-from specrl_jax.rollout.noise import best, round_keys
+from specrl_jax.rollout.draws import PlacedDraws
+from specrl_jax.rollout.noise import best
 from specrl_jax.rollout.pool import Pool
 from specrl_jax.rollout.rows import Rows, count_round, emit, is_end
 from specrl_jax.rollout.sampling import Context, TokenLaw, sample_tokens, with_tokens
@@ -192,7 +192,7 @@ class Round:
         own = law.token.reshape(-1, tree.size)
         proposed = Proposed(own, jnp.zeros_like(rows.emitted))
         if self.speculative:
-            draws = KeyedDraws(round_keys(rows.keys, rows.rounds))
+            draws = PlacedDraws.of_round(rows.keys, rows.rounds, rows.emitted)
             proposed = self.config.rule.decide(tree, choice.token, own, log_p, choice.log_law, draws)
         return Judged(live, out, law, log_p, choice, proposed)
 

@@ -50,12 +50,16 @@ from specrl_jax.rl.optimizers import OptimizerConfig
 from specrl_jax.rl.program import GrpoProgram
 from specrl_jax.rl.scoring import Scorer
 from specrl_jax.rollout.config import RolloutConfig
+from specrl_jax.rollout.control import Control
 from specrl_jax.rollout.engine import RolloutEngine
 from specrl_jax.rollout.rules import Match
+from specrl_jax.training.costs import costs_at
 from specrl_jax.training.metrics import write_json
 
 SCRIPT = "bench_step"
 _LEARNING_RATE = 1e-6
+
+Table = list[dict[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -72,6 +76,8 @@ class Config(OneDevice):
     """Of every response."""
     draft_lengths: tuple[int, ...] = (3,)
     """Our arms beside the one without drafts."""
+    adaptive: int = 0
+    """Largest draft length of another arm, whose controller chooses; 0 for none."""
     survival: float = 0.877
     """Synthetic acceptance of our arms with drafts; 0 for the real one."""
     kl_coefs: tuple[float, ...] = (0.0, 0.04)
@@ -81,7 +87,7 @@ class Config(OneDevice):
     repeats: int = 15
 
     def __post_init__(self) -> None:
-        check_least("", self, prompt_tokens=2, tokens=1, microbatch=1, repeats=3)
+        check_least("", self, prompt_tokens=2, tokens=1, microbatch=1, repeats=3, adaptive=0)
         if min(self.draft_lengths, default=1) < 1:
             raise InputError(f"--draft-lengths is {self.draft_lengths}; numbers must be at least 1")
         if min(self.kl_coefs, default=-1.0) < 0.0:
@@ -94,7 +100,7 @@ class Config(OneDevice):
 
 PRESETS: dict[str, Mapping[str, Any]] = {
     "default": {},
-    "smoke": {"prompt_tokens": 4, "tokens": 4, "draft_lengths": (2,), "kl_coefs": (0.0,), "repeats": 3},
+    "smoke": {"prompt_tokens": 4, "tokens": 4, "draft_lengths": (2,), "adaptive": 2, "kl_coefs": (0.0,), "repeats": 3},
 }
 
 
@@ -119,11 +125,11 @@ class RandomTask:
         return (jnp.sum(tokens, axis=1) % 10).astype(jnp.float32)
 
 
-def program_of(pair: Pair, config: Config, draft_length: int, kl_coef: float) -> GrpoProgram:
+def program_of(pair: Pair, config: Config, draft_length: int, kl_coef: float, adaptive: bool) -> GrpoProgram:
     """Our step; no response ends early, and the draft head is not trained."""
     law = endless_law(config.tokens)
     rule = SyntheticMatch(survival=config.survival) if config.survival and draft_length else Match()
-    rollout = RolloutConfig(config.tokens, SAMPLES, draft_length, law, rule)
+    rollout = RolloutConfig(config.tokens, SAMPLES, draft_length, law, rule, adaptive=adaptive)
     engine = RolloutEngine(pair.policy, rollout, Numerics(), pair.drafter if draft_length else None)
     update = UpdateConfig(
         LossConfig(kl_coef=kl_coef),
@@ -138,10 +144,12 @@ def program_of(pair: Pair, config: Config, draft_length: int, kl_coef: float) ->
 class OurStep:
     """Steps of ours, one per call; `rollouts` are the seconds of their rollouts, timed alone before each."""
 
-    def __init__(self, pair: Pair, config: Config, draft_length: int, kl_coef: float) -> None:
-        self._program = program_of(pair, config, draft_length, kl_coef)
+    def __init__(
+        self, pair: Pair, config: Config, draft_length: int, kl_coef: float, control: Control | None = None
+    ) -> None:
+        self._program = program_of(pair, config, draft_length, kl_coef, control is not None)
         reference = pair.params if kl_coef else None
-        state = self._program.step.init(pair.params, pair.draft if draft_length else None, reference)
+        state = self._program.step.init(pair.params, pair.draft if draft_length else None, reference, control)
         self._state: GrpoState = self._program.place(state)
         self._scanned = self._program.scanned(1)
         self.rollouts: list[float] = []
@@ -190,13 +198,33 @@ def open_peer(name: str, config: Config, folder: Path, kl_coef: float, stack: Ex
     return TheirStep(peer, PROMPTS * SAMPLES * config.tokens)
 
 
-def measure(pair: Pair, config: Config, kl_coef: float, peers: Mapping[str, TheirStep]) -> list[dict[str, Any]]:
+def our_steps(pair: Pair, config: Config, kl_coef: float, control: Control | None) -> dict[str, OurStep]:
+    """Arms of ours by name, the one without drafts first; `control` is what the controller's begins with."""
+    ours = {_name(k): OurStep(pair, config, k, kl_coef) for k in (0, *config.draft_lengths)}
+    if control is not None:
+        ours[f"ours, up to {config.adaptive} drafts"] = OurStep(pair, config, config.adaptive, kl_coef, control)
+    return ours
+
+
+def _name(draft_length: int) -> str:
+    return f"ours, {draft_length} drafts"
+
+
+def measure_control(pair: Pair, config: Config) -> Control | None:
+    """The controller before its first step; None where no arm has one."""
+    if not config.adaptive:
+        return None
+    engine = program_of(pair, config, config.adaptive, 0.0, adaptive=True).step.engine
+    context = config.prompt_tokens + config.tokens // 2
+    return costs_at(None, engine, pair.params, pair.draft, PROMPTS * SAMPLES, context)
+
+
+def measure(ours: Mapping[str, OurStep], config: Config, kl_coef: float, peers: Mapping[str, TheirStep]) -> Table:
     """A row of the table per arm."""
-    ours = {k: OurStep(pair, config, k, kl_coef) for k in (0, *config.draft_lengths)}
-    calls: dict[str, Callable[[], float]] = {f"ours, {k} drafts": arm for k, arm in ours.items()}
-    seconds = in_turn(calls | dict(peers), config.repeats, discard=2)
-    rollouts = {k: np.array(arm.rollouts[-config.repeats :]) for k, arm in ours.items()}
-    plain, plain_rollout = seconds["ours, 0 drafts"], rollouts[0]
+    calls: dict[str, Callable[[], float]] = {**ours, **peers}
+    seconds = in_turn(calls, config.repeats, discard=2)
+    rollouts = {name: np.array(arm.rollouts[-config.repeats :]) for name, arm in ours.items()}
+    plain, plain_rollout = seconds[_name(0)], rollouts[_name(0)]
     passes = "reference" if kl_coef else "none"
 
     def row(name: str, against: Float[np.ndarray, "n"], own: Float[np.ndarray, "n"]) -> dict[str, Any]:
@@ -204,11 +232,10 @@ def measure(pair: Pair, config: Config, kl_coef: float, peers: Mapping[str, Thei
         return figures | ratio_columns("speedup", against, own)
 
     table = []
-    for k in ours:
-        name, rollout = f"ours, {k} drafts", rollouts[k]
+    for name, rollout in rollouts.items():
         share, faster = ratio(rollout, seconds[name])[0], ratio(plain_rollout, rollout)[0]
         predicted = float(np.median(plain / (plain - plain_rollout + rollout)))
-        drafted = {"synthetic_survival": config.survival or None} if k else {}
+        drafted = {} if name == _name(0) else {"synthetic_survival": config.survival or None}
         table.append(
             row(name, plain, seconds[name])
             | {"rollout_share": share, "rollout_speedup": faster, "amdahl": predicted}
@@ -227,7 +254,8 @@ def main(config: Config) -> None:
     check_environments(config.environments, config.peers, config.model.dtype)
     pair = open_expanded(config.model, config.run.seed)
     out = open_output(config.run, config, SCRIPT)
-    table: list[dict[str, Any]] = []
+    control = measure_control(pair, config)
+    table: Table = []
     for kl_coef in config.kl_coefs:
         # Training moves the peers' weights and fills their memory: a new process for every setting.
         with tempfile.TemporaryDirectory() as scratch, ExitStack() as stack:
@@ -236,7 +264,7 @@ def main(config: Config) -> None:
             if config.environments is not None:
                 save_pair(pair, config.model, folder)
                 peers = {name: open_peer(name, config, folder, kl_coef, stack) for name in config.peers}
-            table += measure(pair, config, kl_coef, peers)
+            table += measure(our_steps(pair, config, kl_coef, control), config, kl_coef, peers)
     source = provenance(config.run.seed) | parts_of(pair, config.model)
     write_results(out, table, "GRPO steps of several trainers", source)
     write_json(out / "summary.json", {"arms": len(table)} | source)

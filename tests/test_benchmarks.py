@@ -52,6 +52,7 @@ pytestmark = pytest.mark.ci
         ("bench_peers", "has no folder transformers; make it as", ("--environments", "nowhere")),
         ("bench_step", "has no folder tunix; make it as", ("--environments", "nowhere")),
         ("bench_step", "--draft-lengths is (0,); numbers must be at least 1", ("--draft-lengths", 0)),
+        ("bench_step", "--adaptive is -1; it must be at least 0", ("--adaptive", -1)),
         ("bench_step", "--kl-coefs is (-0.1,); name at least one number", ("--kl-coefs", -0.1)),
         ("bench_step", "--survival is 1.0; choose 0 (real acceptance) to below 1", ("--survival", 1.0)),
         ("bench_step", "--microbatch is 5; choose a divisor of 16", ("--microbatch", 5)),
@@ -236,9 +237,9 @@ def test_a_step_is_timed_with_and_without_drafts(monkeypatch, tmp_path):
         monkeypatch, SCRIPTS["bench_step"], "--preset", "smoke", "--prompt-tokens", 2, "--tokens", 2, "--out", out
     )
     rows = json.loads((out / "results.json").read_text())["rows"]
-    assert [row["arm"] for row in rows] == ["ours, 0 drafts", "ours, 2 drafts"]
+    assert [row["arm"] for row in rows] == ["ours, 0 drafts", "ours, 2 drafts", "ours, up to 2 drafts"]
     assert (rows[0]["speedup"], rows[0]["amdahl"]) == (1.0, 1.0)
-    assert rows[1]["amdahl"] > 0
+    assert all(row["amdahl"] > 0 and row["synthetic_survival"] == 0.877 for row in rows[1:])
 
 
 def test_what_the_cache_takes_is_told(monkeypatch, tmp_path):

@@ -222,18 +222,19 @@ def measure(
     """A row of the table per arm; `floors` are timed with them."""
     rows = min(rows, len(work.limits))
     rule = SyntheticMatch(survival=survival) if survival else Match()
+    context = work.prompts.tokens.shape[1] + 64
 
     def controlled(numerics: Numerics, name: str) -> Arm:
         chosen = rollout_of(config, pair, work, rows, config.longest, rule, True, numerics)
         path = Path(f"{config.costs}.{name}{rows}.json") if config.costs else None
         draft = params_for(chosen.drafter, pair.draft)
-        control = costs_at(path, chosen, pair.params, draft, rows, work.prompts.tokens.shape[1] + 64)
+        control = costs_at(path, chosen, pair.params, draft, rows, context)
         return adaptive_arm(chosen, pair, draft, work, control)
 
     adaptive = controlled(PLAIN, "")
     assert adaptive.control is not None
     bodies = adaptive.engine.config.bodies_for(rows)
-    times = round_times(adaptive.control, bodies, config.longest, work.prompts.tokens.shape[1] + 64)
+    times = round_times(adaptive.control, bodies, config.longest, context)
     fixed = {"0": fixed_arm(rollout_of(config, pair, work, rows, 0, Match(), False), pair, work)}
     for k in config.draft_lengths:
         fixed[str(k)] = fixed_arm(rollout_of(config, pair, work, rows, k, rule, False), pair, work)

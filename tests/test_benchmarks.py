@@ -89,7 +89,7 @@ def test_synthetic_acceptance_is_geometric():
         tokens = np.asarray(proposed.tokens[row])
         np.testing.assert_array_equal(tokens[: accepted[row]], np.arange(1, accepted[row] + 1))
         assert tokens[accepted[row]] == 9
-    # Whatever is drafted when, the places of a response are the same: here the fourth token after five.
+    # Whatever is drafted when, the places of a response are the same: here the third token after five.
     late = np.asarray(decided(drafts[:, :1], 7, rounds=1).accepted)
     reached = whole >= 2
     np.testing.assert_array_equal(late[rows // 2 :][reached], (whole >= 3)[reached])

@@ -231,6 +231,13 @@ def test_rollouts_are_timed_at_a_small_shape(monkeypatch, tmp_path):
     assert rows[0]["invariant_speedup"] > 0
 
 
+def test_a_cost_table_is_told_with_its_draft_steps_and_what_is_in_the_cache():
+    control = initial_control(np.array([1.0, 2.0]), np.array([0.01, 0.02]), np.array([0.5, 0.5]))
+    bodies = Body(2, 2), Body(2, 8)
+    # Without drafts 1 + 0.01 x 2 rows x 10 tokens; with six at most, five steps more: 2 + 0.02 x 20 + 5 x 0.5.
+    assert bench_rollout.round_times(control, bodies, 7, 10) == "2x2:1.2e+03 2x8:4.9e+03"
+
+
 def test_a_step_is_timed_with_and_without_drafts(monkeypatch, tmp_path):
     out = tmp_path / "out"
     run_script(

@@ -1,6 +1,6 @@
 """Speculative rollouts against rollouts without, in seconds, on the same sequences.
 
-Arms, in turn: draft length 0, every fixed draft length (in chains, and in trees with `--branches`), the controller,
+Arms, in turn: draft length 0, every fixed draft length and the controller (in chains, and in trees with `--branches`),
 and the controller with a random head (which can only lose). A batch is `sequences` responses through `rows` rows.
 With `--task` they are a policy's responses to real prompts, which end as they end; else prompts are random and
 lengths forced: long-tailed ones are exp(N(ln 64, 0.8)), fixed by the seed and clipped at 512. `speedup` is the median
@@ -72,7 +72,7 @@ class Config(OneDevice):
     samples: int = 1
     """Responses to each prompt."""
     branches: int = 1
-    """Above 1, trees of the fixed draft lengths too, with so many candidates at each depth."""
+    """Above 1, trees too, of fixed draft lengths and under the controller, with so many candidates at each depth."""
     longest: int = 7
     """Most drafts of a row under the controller."""
     random_drafter: bool = False
@@ -224,7 +224,7 @@ def measure(
     rule = SyntheticMatch(survival=survival) if survival else Match()
     context = work.prompts.tokens.shape[1] + 64
 
-    def controlled(numerics: Numerics, name: str) -> Arm:
+    def controlled(numerics: Numerics, name: str, rule: Rule = rule) -> Arm:
         chosen = rollout_of(config, pair, work, rows, config.longest, rule, True, numerics)
         path = Path(f"{config.costs}.{name}{rows}.json") if config.costs else None
         draft = params_for(chosen.drafter, pair.draft)
@@ -242,6 +242,9 @@ def measure(
             engine = rollout_of(config, pair, work, rows, k, Match(branches=config.branches), False)
             fixed[f"{k}, {config.branches} branches"] = fixed_arm(engine, pair, work)
     arms = fixed | {"adaptive": adaptive}
+    if config.branches > 1:
+        trees = controlled(PLAIN, f"{config.branches}.", Match(branches=config.branches))
+        arms[f"adaptive, {config.branches} branches"] = trees
     if config.random_drafter:
         random = random_head(pair.draft, config.run.seed)
         engine = rollout_of(config, pair, work, rows, config.longest, Match(), adaptive=True)

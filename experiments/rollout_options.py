@@ -64,7 +64,7 @@ class SpeculationOptions:
 
     draft_length: int | Literal["auto"] = "auto"
     """Drafts per round on the longest path, 0 for none. auto: in a GRPO run costs and acceptance choose them while it
-    runs, where they are chains under rule match; elsewhere 3, or what the drafter was made for if that is less."""
+    runs, of chains or combs under rule match; elsewhere 3, or what the drafter was made for if that is less."""
     most_drafts: int = MOST_DRAFTS
     """Drafts of a row at most where a controller chooses; fewer of a drafter that was made for fewer."""
     drafts: Drafts = "head"
@@ -73,7 +73,8 @@ class SpeculationOptions:
     rule: Literal["match", "ratio", "block"] = "match"
     """match: the tokens of the run without speculation; ratio, block: its law. At temperature 0 all are greedy."""
     branches: int = 1
-    """Candidates below a node; above 1 drafts are trees (rule match)."""
+    """Candidates below a node; above 1 drafts are trees (rule match). Where a controller chooses, the other candidates
+    are drafted where they pay, in plain numerics."""
     tree: Literal["comb", "full"] = "comb"
     """comb: only the best candidate of a depth has candidates of its own; full: all have."""
     argmax_drafts: bool = False
@@ -92,7 +93,7 @@ class SpeculationOptions:
             raise InputError(f"--most-drafts is {self.most_drafts}; choose 1 to 64, or --draft-length 0 for no drafts")
         if self.most_drafts != MOST_DRAFTS and not self.adaptive:
             raise InputError(
-                f"--most-drafts {self.most_drafts} is for chains under --rule match and --draft-length auto; "
+                f"--most-drafts {self.most_drafts} is for chains or combs under --rule match and --draft-length auto; "
                 "leave it, or what is against it, out"
             )
         if self.drafts == "head+suffix" and (self.rule != "match" or self.branches > 1):
@@ -102,7 +103,7 @@ class SpeculationOptions:
     @property
     def adaptive(self) -> bool:
         """Whether a controller may choose the drafts of every round."""
-        return self.draft_length == "auto" and self.rule == "match" and self.branches == 1
+        return self.draft_length == "auto" and self.rule == "match" and self.tree == "comb"
 
     def drafts_with(self, drafter: Any, *, adaptive: bool) -> int:
         """Drafts per round with a drafter or without one; of a row at most, where a controller chooses."""

@@ -35,7 +35,7 @@ pytestmark = pytest.mark.ci
 def test_rows_that_share_alike_have_as_many_drafts_as_there_is_room_for():
     survival = jnp.array([[0.9, 0.8, 0.7], [0.5, 0.1, 0.0], [0.0, 0.0, 0.0]], jnp.float32)
     for budget, lengths in ((0, [0, 0, 0]), (1, [0, 0, 0]), (2, [1, 1, 0]), (5, [2, 2, 0]), (9, [3, 2, 0])):
-        np.testing.assert_array_equal(share(survival, jnp.int32(budget)), lengths)
+        np.testing.assert_array_equal(share(survival[..., None], jnp.int32(budget)).sum(axis=(1, 2)), lengths)
 
 
 def test_dealing_takes_the_prefixes_that_save_most():
@@ -44,9 +44,10 @@ def test_dealing_takes_the_prefixes_that_save_most():
         survival = np.cumprod(rng.choice([0.0, 0.3, 0.9, 1.0], (5, 6)), axis=1)
         worth = (survival * rng.choice([0.1, 0.3, 1.0], (5, 1))).astype(np.float32)
         budget = int(rng.integers(0, 31))
-        lengths = np.asarray(allocate(jnp.asarray(worth), jnp.int32(budget)))
+        taken = np.asarray(allocate(jnp.asarray(worth)[..., None], jnp.int32(budget)))[..., 0]
+        lengths = taken.sum(axis=1)
         assert lengths.sum() == min(budget, (worth > 0).sum())
-        taken = np.arange(6)[None] < lengths[:, None]
+        np.testing.assert_array_equal(taken, np.arange(6)[None] < lengths[:, None])
         best = np.sort(worth.ravel())[::-1][: lengths.sum()]
         np.testing.assert_allclose(np.sort(worth[taken])[::-1], best, atol=1e-6)
 
@@ -75,7 +76,7 @@ def test_a_draft_is_worth_what_it_adds_to_those_that_are_verified():
 
     def worth(survival, budget, *prices):
         drafted, prices = none.at[:, :2].set(jnp.array(survival, jnp.float32)), map(jnp.float32, prices)
-        return bool(worth_another_step(control, drafted, token, jnp.int32(2), jnp.int32(budget), *prices))
+        return bool(worth_another_step(control, drafted[..., None], token, jnp.int32(2), jnp.int32(budget), *prices))
 
     acceptance = float(overall_acceptance(control))  # at every depth, since nothing was learned
     even, uneven = [[0.8, 0.6], [0.8, 0.6]], [[0.9, 0.9], [0.3, 0.05]]
@@ -103,7 +104,9 @@ def test_a_round_is_as_long_as_its_drafts_are_sure():
         survival = np.cumprod(rng.uniform(0.2, 1.0, (1, 7)), axis=1).astype(np.float32)
         kept = np.where(np.arange(7) < rng.integers(1, 8), survival, 0.0)
         found = int(
-            best_verified(control.seconds, bodies[1:], 7, jnp.asarray(0.3 * kept, jnp.float32), count, per_second)
+            best_verified(
+                control.seconds, bodies[1:], 7, jnp.asarray(0.3 * kept[..., None], jnp.float32), count, per_second
+            )
         )
         gains = [0.3 * kept[0, : body.tokens - 1].sum() - 0.5 * seconds[i] for i, body in bodies[1:]]
         assert found == 1 + int(np.argmax(gains))
@@ -118,9 +121,8 @@ def test_drafts_are_worth_what_the_rows_that_verify_them_save(per_row):
     for _ in range(200):
         worth = rng.uniform(0.1, 0.5, (3, 1)) * np.cumprod(rng.uniform(0.2, 1.0, (3, 7)), axis=1)
         worth[2] = 0.0
-        found = best_verified(
-            control.seconds, bodies, 7, jnp.asarray(worth, jnp.float32), jnp.int32(2), jnp.float32(0.5), per_row
-        )
+        drafts = jnp.asarray(worth[..., None], jnp.float32)
+        found = best_verified(control.seconds, bodies, 7, drafts, jnp.int32(2), jnp.float32(0.5), per_row)
         gains = []
         for i, body in bodies:
             drafts, room = worth[:, : body.depth(7)], body.tokens - 2

@@ -29,7 +29,8 @@ def test_the_evaluations_of_an_adaptive_run_draft_at_most_three(monkeypatch):
         ({"draft_length": 3}, False, 3),
         ({"draft_length": 0}, False, 0),
         ({"rule": "block"}, False, 3),
-        ({"branches": 2}, False, 3),
+        ({"branches": 2}, True, 7),
+        ({"branches": 2, "tree": "full"}, False, 3),
         ({"drafts": "ngram"}, True, 7),
     ],
 )

@@ -148,9 +148,13 @@ def test_prompts_longer_than_the_cache_are_refused(refused, models):
         ("--most-drafts 65 --draft-length auto", "--most-drafts is 65; choose 1 to 64"),
         (
             "--most-drafts 5",
-            "--most-drafts 5 is for chains under --rule match and --draft-length auto; leave it,",
+            "--most-drafts 5 is for chains or combs under --rule match and --draft-length auto; leave it,",
         ),
-        ("--most-drafts 5 --draft-length auto --rule block", "--most-drafts 5 is for chains under --rule match"),
+        (
+            "--most-drafts 5 --draft-length auto --rule block",
+            "--most-drafts 5 is for chains or combs under --rule match",
+        ),
+        ("--branches 2 --draft-length auto", "numerics is invariant and branches 2 with an adaptive draft length"),
         (
             "--draft-length auto --acceptance-floor 2",
             "--acceptance-floor is 2.0 and --draft-length auto, which chooses",

@@ -67,7 +67,11 @@ def _surer(one: Choice, other: Choice) -> Choice:
     assert other.confidence is not None
     wins = (other.confidence > one.confidence) & (other.token >= 0)
     token = jnp.where(wins, other.token, one.token)
-    return Choice(token, confidence=jnp.where(wins, other.confidence, one.confidence))
+    assert one.others is not None
+    # Beside another drafter's draft stands the best of its own.
+    moved = jnp.concatenate([one.token[:, None], one.others], axis=1)[:, : one.others.shape[1]]
+    others = jnp.where((token != one.token)[:, None], moved, one.others)
+    return Choice(token, confidence=jnp.where(wins, other.confidence, one.confidence), others=others)
 
 
 @dataclass(frozen=True)

@@ -51,30 +51,33 @@ class Choice:
     token: in the policy's vocabulary; -1 for no draft, where `log_law` is None.
     log_law: the law over the policy's vocabulary that they were drawn from, or None where nobody asks.
     confidence: log-probability of the best of them under the drafter's law, or None.
+    others: of a chain, what stands beside each draft: the next best candidates, the best first, or None.
     """
 
     token: Int[Array, "..."]
     log_law: Float[Array, "... v"] | None = None
     confidence: Float[Array, "..."] | None = None
+    others: Int[Array, "... o"] | None = None
 
 
 Choose = Callable[..., Choice]
 """`choose(logits, target_ids, before, count, step)` picks the `count` best candidates below each of `m` nodes of one
 depth from float32 draft logits: tokens `[r, m, count]`, the best first, and the node's law `[r, m, v]`. Column `i` of
 the logits stands for target token `target_ids[i]`, or `target_ids[r, m, i]` where nodes have candidates of their own;
-`before` are the drafts on the path to each node, `step` their number where the path is not shown. The rollout supplies
-it: it holds the sampling law and the noise."""
+`before` are the drafts on the path to each node, `step` their number where the path is not shown: of a chain, whose
+drafts get as many candidates as the rollout verifies side by side. The rollout supplies it: it holds the sampling law
+and the noise."""
 
 
 def choose_next(
     choose: Choose, logits: Float[Array, "r dv"], target_ids: Int[Array, "*r dv"], step: Int[Array, ""]
 ) -> Choice:
-    """The next draft of a chain: token and confidence of each row, `[r]`."""
+    """The next draft of a chain: token and confidence of each row, `[r]`, and what stands beside it, `[r, o]`."""
     ids = target_ids if target_ids.ndim == 1 else target_ids[:, None]
     choice = choose(logits[:, None], ids, jnp.zeros((logits.shape[0], 1, 0), jnp.int32), 1, step)
     if choice.confidence is None:
         raise InputError("this drafter goes by its confidence, which only rule match keeps; choose that rule")
-    return Choice(choice.token[:, 0, 0], confidence=choice.confidence[:, 0])
+    return Choice(choice.token[:, 0, 0], confidence=choice.confidence[:, 0], others=choice.token[:, 0, 1:])
 
 
 def propose_tree(tree: Tree, below: Callable[[tuple[int, ...], Int[Array, "r m d"], int], Choice], rows: int) -> Choice:
@@ -233,7 +236,7 @@ class ChainDrafter(Drafter, Protocol):
     def begin(
         self, params: Any, embed: Float[Array, "v d"], state: Any, texts: Texts, depth: int, choose: Choose
     ) -> tuple[Any, Choice]:
-        """What `advance` carries, with room for `depth` drafts, and the first draft: token and confidence, `[r]`."""
+        """What `advance` carries, with room for `depth` drafts, and the first draft, as `choose_next` gives it."""
 
     def advance(
         self,

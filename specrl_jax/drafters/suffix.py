@@ -243,8 +243,11 @@ class SuffixDrafter(TextDrafter):
             confidence = confidence + jax.nn.log_sigmoid(total - doubt)
         if choice.log_law is not None:
             return choice
+        others = choice.others
+        if others is not None:
+            others = jnp.where(total[:, None] > -jnp.inf, others, -1)
         total = total.reshape(*total.shape, *[1] * (choice.token.ndim - total.ndim))
-        return Choice(jnp.where(total > -jnp.inf, choice.token, -1), confidence=confidence)
+        return Choice(jnp.where(total > -jnp.inf, choice.token, -1), confidence=confidence, others=others)
 
     def propose(
         self,

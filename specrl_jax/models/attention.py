@@ -2,8 +2,9 @@
 
 Queries lie on a grid `[row, query]`; a query at position `p` reads slots `0..p`
 of its row, a query at position -1 is padding. Queries that form a tree read the
-slots before the tree and those of their ancestors. Softmax and accumulation are
-in float32.
+slots before the tree and those of their ancestors; where queries stand beside others
+of their position, each reads the slots before it and its own. Softmax and accumulation
+are in float32.
 
 Over a cache, and always in invariant numerics, keys come in blocks with a running
 softmax (Milakov and Gimelshein, arXiv 1805.02867), as many blocks as the longest
@@ -64,6 +65,11 @@ def _masked(scores: Float[Array, "r g mq s"], allowed: Bool[Array, "r q s"]) -> 
 
 def _causal(positions: Int[Array, "r q"], slots: Int[Array, "s"]) -> Bool[Array, "r q s"]:
     return slots[None, None, :] <= positions[:, :, None]
+
+
+def _beside(positions: Int[Array, "r q"], slots: Int[Array, "s"], own: Int[Array, "r q"]) -> Bool[Array, "r q s"]:
+    """A query reads what is before its position, and its own slot."""
+    return (slots[None, None] < positions[:, :, None]) | (slots[None, None] == own[:, :, None])
 
 
 def _below_ancestors(positions: Int[Array, "r q"], slots: Int[Array, "s"], tree: Tree) -> Bool[Array, "r q s"]:
@@ -357,6 +363,7 @@ def _in_kernel(
     table: Int[Array, "r m"],
     positions: Int[Array, "r q"],
     tree: Tree | None,
+    own_slots: Int[Array, "r q"] | None = None,
 ) -> Float[Array, "r q h c"]:
     """Attention of a few queries over pages, in a kernel written by hand."""
     slots = table.shape[1] * values.shape[2]
@@ -368,6 +375,11 @@ def _in_kernel(
         bits = jnp.where(live, jnp.asarray(words.astype(np.int32))[None], 0)
         # A row that is not live has no pages: nothing of it may be read.
         ends = jnp.where(live, jnp.minimum(root + tree.size, slots), 0)[:, 0]
+    elif own_slots is not None:
+        ahead = own_slots - positions
+        below = jnp.where(ahead > 0, positions, below)
+        bits = jnp.where(ahead > 0, jnp.left_shift(1, ahead), 0)
+        ends = jnp.minimum(jnp.max(own_slots, axis=1) + 1, slots)
     # A kernel is not the compiler's to split over `tensor`.
     heads, pages, whole = P(None, None, TENSOR), P(None, TENSOR), P()
     kernel: Callable[..., Array] = gpu_attention.few_queries_attention
@@ -405,6 +417,7 @@ def paged_attention(
     positions: Int[Array, "r q"],
     numerics: Numerics,
     tree: Tree | None = None,
+    own_slots: Int[Array, "r q"] | None = None,
 ) -> Float[Array, "r q h c"]:
     """`attention` over the pages of a cache.
 
@@ -413,8 +426,12 @@ def paged_attention(
         keys, values: pools of one layer.
         table: pages of every row.
         tree: how the queries of a row hang together where they are no chain; the root's slot is its position.
+        own_slots: of each query, less than 32 beyond its position, where it reads the slots before its position and
+            this one; of plain numerics alone, and without a tree.
     """
     chain = tree is None or tree.is_chain
+    if own_slots is not None and (numerics.invariant or not chain):
+        raise ValueError("queries beside others of their position belong to plain numerics without a tree")
     if numerics.invariant:
         if chain:
             return _invariant_paged(q, keys, values, table, positions, numerics)
@@ -427,7 +444,7 @@ def paged_attention(
         return out
 
     if _kernel_fits(q, values, None if chain else tree):
-        return _in_kernel(q, keys, values, table, positions, None if chain else tree)
+        return _in_kernel(q, keys, values, table, positions, None if chain else tree, own_slots)
 
     page_size = values.shape[2]
 
@@ -440,4 +457,6 @@ def paged_attention(
     if tree is not None and not chain:
         allowed = functools.partial(_below_ancestors, positions, tree=tree)
         last = jnp.max(jnp.where(positions[:, 0] < 0, -1, positions[:, 0] + tree.size - 1))
+    elif own_slots is not None:
+        allowed, last = functools.partial(_beside, positions, own=own_slots), jnp.max(own_slots)
     return _in_blocks(q, positions, take, keys.shape[1], page_size, allowed, last)

@@ -44,6 +44,8 @@ class TokenBatch:
     is_grid: token `n` is query `n % max_queries` of row `n // max_queries`. Otherwise
         tokens are packed: rows may bring different numbers of tokens without padding.
     tree: how the tokens of a row hang together, where they do not follow each other.
+    own_slots: cache slot of each token, -1 for padding, where tokens may stand beside others of their position: a
+        token reads the slots before its position, and its own.
     """
 
     tokens: Int[Array, "n"]
@@ -53,10 +55,13 @@ class TokenBatch:
     max_queries: int = struct.field(pytree_node=False)
     is_grid: bool = struct.field(pytree_node=False, default=True)
     tree: Tree | None = struct.field(pytree_node=False, default=None)
+    own_slots: Int[Array, "n"] | None = None
 
     @property
     def slots(self) -> Int[Array, "n"]:
         """Cache slot of every token, -1 for padding; the nodes of a tree lie side by side."""
+        if self.own_slots is not None:
+            return self.own_slots
         if self.tree is None or self.tree.is_chain:
             return self.positions
         beside = np.arange(self.tree.size, dtype=np.int32) - np.array(self.tree.depths, np.int32)
@@ -178,7 +183,7 @@ def forward(
     if any(b < 0 or b > config.num_layers for b in boundaries):
         raise ValueError(f"boundaries {boundaries} must lie in 0..{config.num_layers}, the policy's layers")
     start = jnp.int32(0) if cache is None else cache.length.at[batch.rows].get(mode="clip")
-    queries = batch.positions - start
+    queries = batch.slots - start
     grid_positions = _to_grid(batch.positions, batch, queries, fill=-1)
     angles_at = jnp.maximum(batch.positions, 0)
     where = None if cache is None else locate(cache.table, cache.page_size, batch.rows, batch.slots)
@@ -197,10 +202,12 @@ def forward(
             pages = write_keys(pages[0], k, *where), write_values(pages[1], v, *where)
             if not batch.is_grid and best_apart(q, pages[1]):
                 table, positions = cache.table[batch.rows], batch.positions[:, None]
-                attended = paged_attention(q[:, None], *pages, table, positions, numerics)[:, 0]
+                own = None if batch.own_slots is None else batch.own_slots[:, None]
+                attended = paged_attention(q[:, None], *pages, table, positions, numerics, own_slots=own)[:, 0]
             else:
-                grid = _to_grid(q, batch, queries)
-                attended = paged_attention(grid, *pages, cache.table, grid_positions, numerics, batch.tree)
+                grid, at = _to_grid(q, batch, queries), grid_positions
+                own = None if batch.own_slots is None else _to_grid(batch.own_slots, batch, queries, fill=-1)
+                attended = paged_attention(grid, *pages, cache.table, at, numerics, batch.tree, own)
                 attended = _from_grid(attended, batch, queries)
         return map_tokens(functools.partial(mix_and_mlp, config), layer, (x, attended), numerics), pages
 

@@ -4,6 +4,10 @@ The plan (`rollout/control.py`) says whether to draft. The drafter proposes chai
 until another is not worth its time; a body is chosen that the drafts are worth, its tokens go to those that save most,
 and the policy reads them packed, rows of different lengths side by side.
 
+Where the rule has several candidates (`Match.branches`), the next best ones stand beside each draft of a chain, each a
+leaf, and are dealt tokens like drafts: a small tree where a draft is in doubt, a chain where it is sure. Their slots
+come after the chain's.
+
 Without drafts the drafter does nothing: features of tokens that it has not read wait in a ring per row and
 are read when drafting resumes; of a row that has fallen behind further, the drafter starts anew at the ring's first.
 """
@@ -23,11 +27,12 @@ from specrl_jax.models.params import PolicyParams
 from specrl_jax.models.policy import ForwardOutput, TokenBatch, forward, grid_batch
 from specrl_jax.models.tree import Tree
 from specrl_jax.rollout.control import (
+    Beside,
     Body,
     Control,
     Plan,
     allocate,
-    expected_acceptance,
+    chances,
     fade,
     learn,
     seconds_per_token,
@@ -48,20 +53,98 @@ _CHUNK = 8  # unread pairs are read so many at a time
 
 @struct.dataclass
 class Drafted:
-    """Drafts of a round. token, confidence: as the drafter gave them. worth: what each would save, 0 where none is."""
+    """Drafts of a round: at every depth that of the chain, and the candidates beside it.
 
-    token: Int[Array, "r k"]
+    token, confidence: as the drafter gave them. worth: what each would save, 0 where none is.
+    """
+
+    token: Int[Array, "r k c"]
     confidence: Float[Array, "r k"]
-    worth: Float[Array, "r k"]
+    worth: Float[Array, "r k c"]
 
 
 @dataclass(frozen=True)
 class Dealt:
-    """Drafts that a body has room for. lengths: how many of a row are verified."""
+    """Drafts that a body has room for.
 
-    token: Int[Array, "r k"]
+    token, confidence: of all of them. taken: which are verified. lengths: how many of a row's chain are.
+    """
+
+    token: Int[Array, "r k c"]
     confidence: Float[Array, "r k"]
-    lengths: Int[Array, "r"]
+    taken: Bool[Array, "r k c"]
+
+    @property
+    def lengths(self) -> Int[Array, "r"]:
+        """Drafts of each row's chain that are verified."""
+        return jnp.sum(self.taken[..., 0], axis=1, dtype=jnp.int32)
+
+    @property
+    def depths(self) -> Int[Array, "r"]:
+        """Depth that each row's verified drafts reach."""
+        depth = jnp.arange(1, self.taken.shape[1] + 1, dtype=jnp.int32)[None, :, None]
+        return jnp.max(jnp.where(self.taken, depth, 0), axis=(1, 2))
+
+    @property
+    def queries(self) -> Int[Array, "r k c"]:
+        """Which query of its row each verified draft is: the newest token is query 0, then come the chain's."""
+        flat = self.taken.swapaxes(1, 2)
+        order = jnp.cumsum(flat.reshape(flat.shape[0], -1), axis=1, dtype=jnp.int32)
+        return order.reshape(flat.shape).swapaxes(1, 2)
+
+
+@dataclass(frozen=True)
+class Packed:
+    """The tokens of a round side by side.
+
+    batch: for the forward. offsets: depth of each token, 0 of a row's newest one, `[n]`. where: where each query of a
+        row lies, `[r, q]`.
+    """
+
+    batch: TokenBatch
+    offsets: Int[Array, "n"]
+    where: Int[Array, "r q"]
+
+
+def _at(x: Array, depth: Int[Array, "r"]) -> Array:
+    """`x[r, depth[r]]`, of `[r, k, c]`."""
+    return jnp.take_along_axis(x, depth[:, None, None], axis=1)[:, 0]
+
+
+def beside(chain: Proposed, dealt: Dealt, drafts: Int[Array, "r k c"], own: Int[Array, "r q"]) -> Proposed:
+    """What rule match decides of a chain, gone on to the candidate beside its first refused draft that was drawn.
+
+    Args:
+        chain: what it decides without them. dealt: what is verified.
+        drafts: token of every draft, -1 where it is not verified. own: the policy's draw at every query of a row.
+    """
+    depth = drafts.shape[1]
+    end = jnp.minimum(chain.accepted, depth - 1)
+    draw = jnp.take_along_axis(chain.tokens, end[:, None], axis=1)
+    drawn = (_at(drafts, end)[:, 1:] == draw) & (chain.accepted < depth)[:, None]
+    found = jnp.any(drawn, axis=1)
+    which = jnp.argmax(drawn, axis=1)[:, None]
+    leaf = jnp.take_along_axis(_at(dealt.queries, end)[:, 1:], which, axis=1)
+    steps = jnp.arange(depth + 1, dtype=jnp.int32)[None]
+    path = jnp.where(found[:, None] & (steps > chain.accepted[:, None]), leaf, steps)
+    return Proposed(jnp.take_along_axis(own, path, axis=1), chain.accepted + found.astype(jnp.int32), path)
+
+
+def tried_beside(proposed: Proposed, dealt: Dealt) -> Beside:
+    """What a decision says of the candidates beside the first draft that was refused.
+
+    Where that draft was not verified itself nobody knows whether it would have been, and nothing is said.
+    """
+    assert proposed.path is not None
+    depth = dealt.taken.shape[1]
+    last = jnp.take_along_axis(proposed.path, proposed.accepted[:, None], axis=1)[:, 0]
+    found = last != proposed.accepted
+    end = proposed.accepted - found.astype(jnp.int32)
+    at = jnp.minimum(end, depth - 1)
+    taken = _at(dealt.taken, at)
+    queries, refused = _at(dealt.queries, at)[:, 1:], (end < depth) & taken[:, 0]
+    looked = taken[:, 1:] & (~found[:, None] | (queries <= last[:, None])) & refused[:, None]
+    return Beside(jnp.sum(looked, axis=1, dtype=jnp.int32), found)
 
 
 @dataclass(frozen=True)
@@ -98,10 +181,14 @@ class AdaptiveRound(Round):
         """Drafts of a row at most, in any of these bodies."""
         return max(body.depth(self.config.draft_length) for _, body in bodies)
 
+    def most_of_a_row(self, body: Body) -> int:
+        """Drafts of a row at most, with what stands beside them."""
+        return min(body.depth(self.config.draft_length) * self.config.branches, body.tokens - body.rows)
+
     def no_drafts(self, rows: int, bodies: Sequence[tuple[int, Body]]) -> Drafted:
         """Room for the drafts of a round."""
-        none = jnp.zeros((rows, self.depth(bodies)), jnp.float32)
-        return Drafted(none.astype(jnp.int32), none, none)
+        none = jnp.zeros((rows, self.depth(bodies), self.config.branches), jnp.float32)
+        return Drafted(none.astype(jnp.int32), none[..., 0], none)
 
     def draft(
         self,
@@ -128,9 +215,12 @@ class AdaptiveRound(Round):
         carry, choice = drafter.begin(draft_params, embed, rows.drafter, self.texts(rows, trajectory), depth, choose)
 
         def drafted(step: Int[Array, ""], choice: Choice, tokens: Array, confidence: Array, survival: Array) -> Any:
-            token, sure = choice.token, jnp.exp(choice.confidence)  # type: ignore[arg-type]
-            above = jnp.where(step == 0, 1.0, survival[:, jnp.maximum(step - 1, 0)])
-            survives = jnp.where((step < room) & (token >= 0), above * expected_acceptance(control, sure), 0.0)
+            token, sure = choice.token[:, None], jnp.exp(choice.confidence)  # type: ignore[arg-type]
+            if choice.others is not None:
+                token = jnp.concatenate([token, choice.others], axis=1)
+            above = jnp.where(step == 0, 1.0, survival[:, jnp.maximum(step - 1, 0), 0])
+            found = chances(control, sure, above, token.shape[1])
+            survives = jnp.where((step < room)[:, None] & (token >= 0), found, 0.0)
             return (
                 tokens.at[:, step].set(token),
                 confidence.at[:, step].set(sure),
@@ -144,42 +234,51 @@ class AdaptiveRound(Round):
 
         def another(state: Any) -> Any:
             step, carry, tokens, confidence, survival = state
-            newest = tokens[:, step - 1]
+            newest = tokens[:, step - 1, 0]
             carry, choice = drafter.advance(draft_params, embed, rows.drafter, carry, newest, step - 1, choose)
             return step + 1, carry, *drafted(step, choice, tokens, confidence, survival)
 
         first = drafted(jnp.int32(0), choice, begun.token, begun.confidence, begun.worth)
         _, _, tokens, confidence, survival = lax.while_loop(more, another, (jnp.int32(1), carry, *first))
-        return rows, Drafted(tokens, confidence, worth[:, None] * survival)
+        return rows, Drafted(tokens, confidence, worth[:, None, None] * survival)
 
     def deal(self, body: Body, drafted: Drafted, live: Bool[Array, "r"]) -> Dealt:
         """The drafts that a body verifies."""
         depth = body.depth(self.config.draft_length)
         budget = body.tokens - jnp.sum(live, dtype=jnp.int32)
-        lengths = (allocate if self.config.per_row else share)(drafted.worth[:, :depth], budget)
-        return Dealt(drafted.token[:, :depth], drafted.confidence[:, :depth], lengths)
+        taken = (allocate if self.config.per_row else share)(drafted.worth[:, :depth], budget)
+        return Dealt(drafted.token[:, :depth], drafted.confidence[:, :depth], taken)
 
-    def _packed(self, rows: Rows, body: Body, dealt: Dealt, live: Bool[Array, "r"]) -> tuple[TokenBatch, Any]:
-        """The tokens of a round side by side, with row and query of each; and where each `[row, query]` lies."""
-        depth = dealt.token.shape[1]
-        count = jnp.where(live, 1 + dealt.lengths, 0)
+    def _packed(self, rows: Rows, body: Body, dealt: Dealt, live: Bool[Array, "r"]) -> Packed:
+        """The tokens of a round side by side."""
+        most, (_, depth, candidates) = self.most_of_a_row(body), dealt.token.shape
+        count = jnp.where(live, 1 + jnp.sum(dealt.taken, axis=(1, 2), dtype=jnp.int32), 0)
         ends = jnp.cumsum(count, dtype=jnp.int32)
         index = jnp.arange(body.tokens, dtype=jnp.int32)
         row = jnp.minimum(jnp.searchsorted(ends, index, side="right").astype(jnp.int32), live.shape[0] - 1)
-        query = jnp.clip(index - (ends - count)[row], 0, depth)
-        tokens = jnp.concatenate([rows.last_token[:, None], dealt.token], axis=1)[row, query]
-        positions = jnp.where(index < ends[-1], rows.length[row] + query, -1)
-        steps = jnp.arange(1 + depth, dtype=jnp.int32)[None]
+        query = jnp.clip(index - (ends - count)[row], 0, most)
+        there, slots, own_slots = index < ends[-1], rows.length[row] + query, None
+        offset, drafts = query, dealt.token[..., 0]
+        if candidates > 1:
+            # A row's drafts in the order of their queries.
+            first = jnp.argsort(~dealt.taken.swapaxes(1, 2).reshape(live.shape[0], -1), axis=1, stable=True)[:, :most]
+            drafts = jnp.take_along_axis(dealt.token.swapaxes(1, 2).reshape(live.shape[0], -1), first, axis=1)
+            offset = jnp.where(query > 0, 1 + (first % depth)[row, jnp.maximum(query - 1, 0)].astype(jnp.int32), 0)
+            own_slots = jnp.where(there, slots, -1)
+        tokens = jnp.concatenate([rows.last_token[:, None], drafts], axis=1)[row, query]
+        positions = jnp.where(there, rows.length[row] + offset, -1)
+        steps = jnp.arange(1 + most, dtype=jnp.int32)[None]
         where = jnp.minimum((ends - count)[:, None] + steps, body.tokens - 1)
-        batch = TokenBatch(tokens, row, positions, live.shape[0], 1 + depth, is_grid=live.shape[0] == 1)
-        return batch, (row, query, where)
+        one = live.shape[0] == 1
+        batch = TokenBatch(tokens, row, positions, live.shape[0], 1 + most, is_grid=one, own_slots=own_slots)
+        return Packed(batch, offset, where)
 
     def judge_dealt(
         self, params: PolicyParams, rows: Rows, pool: Pool, body: Body, dealt: Dealt, live: Bool[Array, "r"]
     ) -> Judged:
         """Verify what was dealt."""
-        config, depth = self.config, dealt.token.shape[1]
-        batch, (row, query, where) = self._packed(rows, body, dealt, live)
+        config, depth, packed = self.config, dealt.token.shape[1], self._packed(rows, body, dealt, live)
+        batch, row, where = packed.batch, packed.batch.rows, packed.where
         out = forward(
             params, self.policy, batch, numerics=self.numerics, cache=pool.cache(rows), boundaries=self.boundaries
         )
@@ -187,18 +286,22 @@ class AdaptiveRound(Round):
         if rows.seen is not None:
             views = [rows.seen]
             for step in range(depth):
-                views.append(with_drafts(views[-1], dealt.token[:, step : step + 1]))
-            seen = jnp.stack(views, axis=1)[row, query]
-        context = Context(rows.emitted[row] + query, seen)
+                views.append(with_drafts(views[-1], dealt.token[:, step : step + 1, 0]))
+            # What stands beside a draft has not seen it.
+            above = jnp.stack(views, axis=1)[row, jnp.maximum(packed.offsets - 1, 0)]
+            seen = jnp.where((packed.offsets > 0)[:, None], with_drafts(above, batch.tokens[:, None]), above)
+        context = Context(rows.emitted[row] + packed.offsets, seen)
         law, _ = sample_tokens(params, self.policy, config.law, out.hidden, rows.keys[row], context, self.numerics)
         grid: TokenLaw = jax.tree.map(lambda x: x[where], law)
-        steps = jnp.arange(depth, dtype=jnp.int32)[None]
-        drafts = jnp.where(steps < dealt.lengths[:, None], dealt.token, -1)  # no token, so that it is never drawn
-        draws = PlacedDraws.of_round(rows.keys, rows.rounds, rows.emitted)
-        proposed = config.rule.decide(Tree.chain(depth), drafts, grid.token, None, None, draws)
+        drafts = jnp.where(dealt.taken, dealt.token, -1)  # no token, so that it is never drawn
+        draws, own = PlacedDraws.of_round(rows.keys, rows.rounds, rows.emitted), grid.token[:, : 1 + depth]
+        proposed = config.rule.decide(Tree.chain(depth), drafts[..., 0], own, None, None, draws)
+        if drafts.shape[2] > 1:
+            proposed = beside(proposed, dealt, drafts, grid.token)
         features = None if out.features is None else out.features[where].reshape(-1, out.features.shape[1])
         laws = jax.tree.map(lambda x: x.reshape(-1), grid)
-        return Judged(live, ForwardOutput(out.hidden, features, out.cache), laws, None, Choice(drafts), proposed)
+        slots = Choice(jnp.full((live.shape[0], where.shape[1] - 1), -1, jnp.int32))
+        return Judged(live, ForwardOutput(out.hidden, features, out.cache), laws, None, slots, proposed)
 
     def judge_alone(self, params: PolicyParams, rows: Rows, pool: Pool, live: Bool[Array, "r"]) -> Judged:
         """One token of every row, without drafts."""
@@ -247,13 +350,16 @@ class AdaptiveRound(Round):
             return self.wait(after, judged, rows), pool.with_cache(cache), trajectory, control
         dealt = self.deal(body, drafted, live)
         judged = self.judge_dealt(params, rows, pool, body, dealt, live)
-        after, cache, trajectory = self.conclude(params, draft_params, rows, trajectory, judged, dealt.lengths)
+        after, cache, trajectory = self.conclude(params, draft_params, rows, trajectory, judged, dealt.depths)
         emitted = after.length - rows.length
         assert rows.record is not None
         counted = live & (emitted == judged.proposed.accepted + 1)
-        lengths = dealt.lengths
+        lengths, accepted, tried = dealt.lengths, judged.proposed.accepted, None
+        if judged.proposed.path is not None:
+            tried = tried_beside(judged.proposed, dealt)
+            accepted = accepted - tried.accepted.astype(jnp.int32)
         if not hasattr(self.drafter, "can_draft"):
             # That there was nothing to propose counts like a draft that was refused.
-            lengths = jnp.where(live & (dealt.token[:, 0] < 0), 1, lengths)
-        control, record = learn(control, rows.record, dealt.confidence, lengths, judged.proposed.accepted, counted)
+            lengths = jnp.where(live & (dealt.token[:, 0, 0] < 0), 1, lengths)
+        control, record = learn(control, rows.record, dealt.confidence, lengths, accepted, counted, tried)
         return replace(after, record=record), pool.with_cache(cache), trajectory, control

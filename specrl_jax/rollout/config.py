@@ -19,7 +19,8 @@ class RolloutConfig:
         draft length is adaptive.
     law: the sampling law; its end tokens close a response.
     rule: how drafts are drawn and judged, in chains or trees.
-    adaptive: choose the drafts of every round while it runs (`rollout/control.py`); chains, and rule match.
+    adaptive: choose the drafts of every round while it runs (`rollout/control.py`), in chains under rule match; where
+        the rule has several candidates, the others beside a draft where they pay.
     per_row: of an adaptive draft length, drafts go to the rows where they save most; else all rows have as many.
     bodies: compiled rounds to choose from, at most 12; by default those of `default_bodies`. Where drafts are adaptive
         the ladder is theirs, and `ladder` and `smallest_rung` say nothing.
@@ -54,10 +55,10 @@ class RolloutConfig:
             value = getattr(self, name)
             if value is not None and value < least:
                 raise InputError(f"rollout {name} is {value}; it must be at least {least}")
-        if self.adaptive and (self.rule.needs_laws or not self.tree.is_chain or self.draft_length < 1):
+        if self.adaptive and (not isinstance(self.rule, Match) or self.rule.shape == "full" or self.draft_length < 1):
             raise InputError(
-                f"an adaptive draft length needs chains of at least 1 draft and rule match, not {self.rule} with "
-                f"draft_length {self.draft_length}; choose those, or a fixed draft length"
+                f"an adaptive draft length needs chains or combs of at least 1 draft and rule match, not {self.rule} "
+                f"with draft_length {self.draft_length}; choose those, or a fixed draft length"
             )
         if self.bodies is not None and not 1 <= len(self.bodies) <= MOST_BODIES:
             raise InputError(f"rollout bodies names {len(self.bodies)} rounds; choose 1 to {MOST_BODIES}")
@@ -78,18 +79,23 @@ class RolloutConfig:
         """The tokens of a round."""
         return self.rule.tree(self.draft_length)
 
+    @property
+    def branches(self) -> int:
+        """Candidates of a depth at most, where drafts are adaptive."""
+        return self.rule.branches if isinstance(self.rule, Match) else 1
+
     def bodies_for(self, rows: int) -> tuple[Body, ...]:
         """Compiled rounds for so many rows; none where the draft length is fixed."""
         if not self.adaptive:
             return ()
-        bodies = self.bodies or default_bodies(rows, self.draft_length)
+        bodies = self.bodies or default_bodies(rows, self.draft_length, self.branches)
         if max(body.rows for body in bodies) < rows:
             raise InputError(f"rollout bodies hold at most {max(body.rows for body in bodies)} rows of {rows}; add one")
         if len(set(bodies)) < len(bodies):
             raise InputError(f"rollout bodies names a round twice; got {bodies}")
-        if any(not body.rows <= body.tokens <= body.rows * (1 + self.draft_length) for body in bodies):
+        if any(not body.rows <= body.tokens <= body.rows * self.tree.size for body in bodies):
             raise InputError(
-                f"rollout bodies must have a token for each row and at most {self.draft_length} drafts a row; "
+                f"rollout bodies must have a token for each row and at most {self.tree.size - 1} drafts a row; "
                 f"got {bodies}"
             )
         if any(body.rows > rows for body in bodies):

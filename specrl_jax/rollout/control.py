@@ -45,6 +45,7 @@ _KEPT = 0.95  # of what was learned, from rollout to rollout
 # thought well of, or none would be tried where a round is dear.
 _HOPE = (32.0, 0.9 * 32.0)
 _BELIEF = (np.full(BINS, 2.0), 2.0 * (np.arange(BINS) + 0.5) / BINS)  # two drafts of every confidence, judged by it
+_BELIEF_BESIDE = np.stack([np.full(BINS, 4.0), np.full(BINS, 1.0)])  # of four candidates beside a refused draft, one
 _MOST = 0.99  # no draft is taken to be surer
 _SWITCH = 0.02  # another body must cost so much less before it is planned
 _PLANNED = 4.0  # rounds' worth of what is planned for a row, beside the tokens that it got of late
@@ -67,21 +68,24 @@ class Body:
         return min(longest, spare, max(2 * spare // self.rows, 1)) if spare else 0
 
 
-def default_bodies(rows: int, longest: int) -> tuple[Body, ...]:
+def default_bodies(rows: int, longest: int, branches: int = 1) -> tuple[Body, ...]:
     """Of all rows, a half, a quarter and a sixteenth of them, or of four rows and fewer all and one.
 
+    With more than one candidate below a node, a single row has a body with candidates beside half of its drafts.
     Long-tailed responses leave few rows live for long: sizes that follow them pay more than finer numbers of drafts.
     Where that makes more than `MOST_BODIES`, one is left out: most drafts of all rows where these are more tokens than
     pay (`_MANY`; a row then has at most twice an even share of the next smaller body), else the half without drafts:
     responses pass through it quickly.
     """
     shares: dict[int, tuple[int, ...]]
+    most = longest * (1 + branches) // 2
     if rows <= 4:
-        shares = dict.fromkeys((rows, 1), (0, 1, 2, 3, 5, longest))
+        few = (0, 1, 2, 3, 5, longest)
+        shares = {rows: few, 1: few if branches == 1 else (0, 1, 3, 5, longest, most)}
     else:
         parts = {1: (0, 1, 3, longest), 2: (0, 1, 3), 4: (0, 1, 3), 16: (0, 3, longest)}
         shares = {-(-rows // part): own for part, own in parts.items()}
-    bodies = {Body(size, size * (1 + min(share, longest))) for size, own in shares.items() for share in own}
+    bodies = {Body(size, size * (1 + min(share, most))) for size, own in shares.items() for share in own}
     if len(bodies) > MOST_BODIES:
         largest, half = Body(rows, rows * (1 + longest)), Body(-(-rows // 2), -(-rows // 2))
         many = _MANY_ON_A_CPU if backend() == "cpu" else _MANY
@@ -97,6 +101,8 @@ class Control:
     per_slot: more for each token in the cache of a live row, `[n]`. per_step: of another draft step of as many rows as
         the body's, `[n]`.
     drafted, accepted: verified drafts and accepted ones, by confidence, `[bins]`.
+    beside: candidates that stood beside a draft that was refused, and accepted ones, by the draft's confidence,
+        `[2, bins]`.
     by_depth: promised and accepted ones by depth, `[2, depths]`: what records said of those verified, and what came.
     """
 
@@ -105,6 +111,7 @@ class Control:
     per_step: Float[Array, "n"]
     drafted: Float[Array, "bins"]
     accepted: Float[Array, "bins"]
+    beside: Float[Array, "2 bins"]
     by_depth: Float[Array, "2 depths"]
 
 
@@ -137,6 +144,7 @@ def initial_control(
         per_step=table[2],
         drafted=jnp.asarray(_BELIEF[0], jnp.float32),
         accepted=jnp.asarray(_BELIEF[1], jnp.float32),
+        beside=jnp.asarray(_BELIEF_BESIDE, jnp.float32),
         by_depth=jnp.zeros((2, DEPTHS), jnp.float32),
     )
 
@@ -146,11 +154,12 @@ def forget(control: Control) -> Control:
 
     A drafter that improves while nothing is drafted is thereby tried again some time.
     """
-    drafted, accepted = (jnp.asarray(belief, jnp.float32) for belief in _BELIEF)
+    drafted, accepted, beside = (jnp.asarray(belief, jnp.float32) for belief in (*_BELIEF, _BELIEF_BESIDE))
     return replace(
         control,
         drafted=drafted + _KEPT * (control.drafted - drafted),
         accepted=accepted + _KEPT * (control.accepted - accepted),
+        beside=beside + _KEPT * (control.beside - beside),
         by_depth=_KEPT * control.by_depth,
     )
 
@@ -163,6 +172,22 @@ def bin_of(confidence: Float[Array, "*n"]) -> Int[Array, "*n"]:
 def expected_acceptance(control: Control, confidence: Float[Array, "*n"]) -> Float[Array, "*n"]:
     """How often drafts of such confidence have been accepted."""
     return (control.accepted / control.drafted)[bin_of(confidence)]
+
+
+def chances(
+    control: Control, confidence: Float[Array, "r"], above: Float[Array, "r"], candidates: int
+) -> Float[Array, "r c"]:
+    """How often a path goes through each candidate of a depth, where it goes through the draft before in `above`.
+
+    confidence: of the draft, the first of the candidates; the others count where those before are refused.
+    """
+    first = expected_acceptance(control, confidence)
+    found, left = [above * first], above * (1.0 - first)
+    for _ in range(candidates - 1):
+        beside = (control.beside[1] / control.beside[0])[bin_of(confidence)]
+        found.append(left * beside)
+        left = left * (1.0 - beside)
+    return jnp.stack(found, axis=1)
 
 
 def overall_acceptance(control: Control) -> Float[Array, ""]:
@@ -204,7 +229,7 @@ def _survival_by_record(
     return jnp.cumprod(jnp.minimum(rows[:, None] * factor[None], _MOST), axis=1)
 
 
-def _best(worth: Float[Array, "r k"]) -> Float[Array, "n"]:
+def _best(worth: Float[Array, "..."]) -> Float[Array, "n"]:
     """What the best 1, 2, ... drafts are worth together."""
     return jnp.cumsum(-jnp.sort(-worth.reshape(-1)))
 
@@ -282,7 +307,7 @@ def seconds_per_token(seconds: Float[Array, "n"], bodies: Sequence[tuple[int, Bo
 
 def worth_another_step(
     control: Control,
-    survival: Float[Array, "r k"],
+    survival: Float[Array, "r k c"],
     worth: Float[Array, "r"],
     step: Int[Array, ""],
     budget: Int[Array, ""],
@@ -295,12 +320,14 @@ def worth_another_step(
     only those that are worth it, so that the next ones are worth what they add to these.
 
     Args:
-        survival: of drafts, 0 for those not made. worth: of a token of each row (`worth_of_tokens`).
+        survival: of drafts and of what stands beside them, 0 for those not made. worth: of a token of each row
+            (`worth_of_tokens`).
         step_price, token_price: what another step, and a token more to verify, must save.
     """
     acceptance = overall_acceptance(control) * depth_factor(control, step)
-    after = jnp.minimum(acceptance, _MOST) * survival[:, step - 1]
-    saved = worth[:, None] * jnp.concatenate([survival, after[:, None]], axis=1) - token_price
+    after = jnp.minimum(acceptance, _MOST) * survival[:, step - 1, 0]
+    made = survival.reshape(survival.shape[0], -1)
+    saved = worth[:, None] * jnp.concatenate([made, after[:, None]], axis=1) - token_price
     saved = jnp.maximum(saved, 0.0)
     drafted, further = saved[:, :-1].reshape(-1), saved[:, -1]
     kept = jnp.sort(-jnp.concatenate([drafted, further]))[: drafted.shape[0]] - jnp.sort(-drafted)
@@ -312,7 +339,7 @@ def best_verified(
     seconds: Float[Array, "n"],
     bodies: Sequence[tuple[int, Body]],
     longest: int,
-    worth: Float[Array, "r k"],
+    worth: Float[Array, "r k c"],
     count: Int[Array, ""],
     per_second: Float[Array, ""],
     per_row: bool = True,
@@ -325,42 +352,50 @@ def best_verified(
         seconds: of all bodies, as planned.
         worth: what each draft saves. The steps that made the drafts are over and count no more.
         count: live rows. per_second: what a second must save (`Plan`).
-        per_row: the best drafts are verified (`allocate`), else as many of each row (`share`).
+        per_row: the best drafts are verified (`allocate`), else as many of each row, without what stands beside them
+            (`share`).
     """
 
     def gain(index: int, body: Body) -> Float[Array, ""]:
         drafts, budget = worth[:, : body.depth(longest)], body.tokens - count
-        if per_row:
-            gained = _of_best(_best(drafts), budget)
-        else:
-            step = jnp.arange(drafts.shape[1], dtype=jnp.int32)[None]
-            gained = jnp.sum(jnp.where(step < share(drafts, budget)[:, None], drafts, 0.0))
+        alike = jnp.where(share(drafts, budget), drafts, 0.0)
+        gained = _of_best(_best(drafts), budget) if per_row else jnp.sum(alike)
         return gained - per_second * seconds[index]
 
     gains = jnp.stack([gain(index, body) for index, body in bodies])
     return jnp.array([index for index, _ in bodies], jnp.int32)[jnp.argmax(gains)]
 
 
-def allocate(worth: Float[Array, "r k"], budget: Int[Array, ""]) -> Int[Array, "r"]:
-    """Drafts of each row, `budget` in all: those worth most. Worth falls along a row; 0 is no draft.
+def allocate(worth: Float[Array, "r k c"], budget: Int[Array, ""]) -> Bool[Array, "r k c"]:
+    """The drafts that are verified, `budget` in all: those worth most. 0 is no draft.
 
-    Of equals the shallower comes first, so that a row's drafts are never dealt without those before.
+    Worth falls from a row's draft, the first candidate of its depth, to all candidates of the next depth. Of equals the
+    shallower comes first, so that none is dealt without the drafts before.
     """
     flat = worth.reshape(-1)
     rank = jnp.argsort(jnp.argsort(-flat, stable=True), stable=True)
-    taken = (rank < budget) & (flat > 0.0)
-    return jnp.sum(taken.reshape(worth.shape), axis=1, dtype=jnp.int32)
+    return ((rank < budget) & (flat > 0.0)).reshape(worth.shape)
 
 
-def share(worth: Float[Array, "r k"], budget: Int[Array, ""]) -> Int[Array, "r"]:
-    """Drafts of each row, as many for all of them as `budget` gives; none worth 0. What `allocate` is against."""
-    made = jnp.sum(worth > 0.0, axis=1, dtype=jnp.int32)
-    return jnp.minimum(made, budget // jnp.maximum(jnp.sum(made > 0, dtype=jnp.int32), 1))
+def share(worth: Float[Array, "r k c"], budget: Int[Array, ""]) -> Bool[Array, "r k c"]:
+    """As many drafts of each row as `budget` gives, in chains; none worth 0. What `allocate` is against."""
+    made = jnp.sum(worth[..., 0] > 0.0, axis=1, dtype=jnp.int32)
+    lengths = jnp.minimum(made, budget // jnp.maximum(jnp.sum(made > 0, dtype=jnp.int32), 1))
+    step, candidate = (jnp.arange(size, dtype=jnp.int32) for size in worth.shape[1:])
+    return (step[None, :, None] < lengths[:, None, None]) & (candidate == 0)[None, None]
 
 
 def fade(record: Float[Array, "r 4"]) -> Float[Array, "r 4"]:
     """A row's record after a round without drafts: what is known of it grows old, and drafts are tried again."""
     return record * _MEMORY
+
+
+@struct.dataclass
+class Beside:
+    """tried: candidates beside a row's first refused draft that were looked at, `[r]`. accepted: whether one was it."""
+
+    tried: Int[Array, "r"]
+    accepted: Bool[Array, "r"]
 
 
 def learn(
@@ -370,13 +405,15 @@ def learn(
     lengths: Int[Array, "r"],
     accepted: Int[Array, "r"],
     counted: Bool[Array, "r"],
+    beside: Beside | None = None,
 ) -> tuple[Control, Float[Array, "r 4"]]:
     """What a round's verified drafts say: those accepted, and the first that was not.
 
     Args:
         control, record: before the round.
-        confidence: of every draft. lengths: drafts of each row. accepted: how many of them were.
+        confidence: of every draft. lengths: drafts of each row in a chain. accepted: how many of them were.
         counted: rows whose round was not cut short.
+        beside: what came of the candidates beside the first draft that was not accepted.
     """
     depth = jnp.arange(confidence.shape[1], dtype=jnp.int32)[None]
     judged = counted[:, None] & (depth < lengths[:, None]) & (depth <= accepted[:, None])
@@ -394,7 +431,15 @@ def learn(
         accepted=control.accepted + total(yes),
         by_depth=control.by_depth.at[:, _entry_of(depth[0])].add(both),
     )
-    got = [jnp.sum(judged, axis=1), jnp.sum(yes, axis=1), jnp.where(counted, accepted + 1, 0), counted]
+    tokens = accepted + 1
+    if beside is not None:
+        at = jnp.minimum(accepted, confidence.shape[1] - 1)[:, None]
+        of_draft = jax.nn.one_hot(bin_of(jnp.take_along_axis(confidence, at, axis=1)[:, 0]), BINS)
+        tried = jnp.where(counted, beside.tried, 0).astype(jnp.float32)
+        hit = jnp.where(beside.accepted & (tried > 0), 1.0, 0.0)
+        control = replace(control, beside=control.beside + jnp.stack([tried, hit]) @ of_draft)
+        tokens = tokens + beside.accepted.astype(jnp.int32)
+    got = [jnp.sum(judged, axis=1), jnp.sum(yes, axis=1), jnp.where(counted, tokens, 0), counted]
     seen = jnp.stack([x.astype(jnp.float32) for x in got], axis=1)
     return control, record * _MEMORY + seen
 
@@ -403,9 +448,9 @@ def merge(before: Control, after: Control) -> Control:
     """What the devices of a mesh learned in a rollout, together; all of them began with `before`."""
     before = forget(before)
 
-    def counts(control: Control) -> tuple[Array, Array, Array]:
-        return control.drafted, control.accepted, control.by_depth
+    def counts(control: Control) -> tuple[Array, ...]:
+        return control.drafted, control.accepted, control.beside, control.by_depth
 
     learned = sum_over_rows(jax.tree.map(jnp.subtract, counts(after), counts(before)))
-    drafted, accepted, by_depth = jax.tree.map(jnp.add, counts(before), learned)
-    return replace(before, drafted=drafted, accepted=accepted, by_depth=by_depth)
+    drafted, accepted, beside, by_depth = jax.tree.map(jnp.add, counts(before), learned)
+    return replace(before, drafted=drafted, accepted=accepted, beside=beside, by_depth=by_depth)

@@ -29,20 +29,13 @@ from specrl_jax.rollout.adaptive import Drafted
 from specrl_jax.rollout.control import Control, best_verified, plan_round
 from specrl_jax.rollout.pool import Pool, grow, leave, occupancy
 from specrl_jax.rollout.queue import Batch, SequenceQueue
-from specrl_jax.rollout.round import Judged
+from specrl_jax.rollout.round import Judged, when
 from specrl_jax.rollout.rows import Rows
 from specrl_jax.rollout.trajectory import Trajectory
 
 # Planning takes time with every row, and what many rows need together changes slowly: from twice so many rows on a plan
 # is made for several rounds.
 _ROWS_A_PLAN = 16
-
-
-def when(condition: Bool[Array, ""], do: Callable[[Any], Any], state: Any) -> Any:
-    """`do(state)` under a condition: a loop of at most one trip keeps the cache in place; of `lax.cond` XLA copies
-    it."""
-    _, state = lax.while_loop(lambda s: s[0], lambda s: (jnp.bool_(False), do(s[1])), (condition, state))
-    return state
 
 
 @dataclass(frozen=True)
@@ -68,7 +61,8 @@ class RolloutEngine(SequenceQueue):
         bodies = [(i, b) for i, b in enumerate(self.config.bodies_for(self._all_rows(batch))) if b.rows == size]
         drafting = [(index, body) for index, body in bodies if body.depth(longest)]
         drafts = jnp.any(plan.body == jnp.array([index for index, _ in drafting], jnp.int32))
-        slots = jnp.where(drafts, 1 + self.depth(bodies), 1)  # how many are verified is not known yet
+        most = max(self.most_of_a_row(body) for _, body in bodies)
+        slots = jnp.where(drafts, 1 + most, 1)  # how many are verified is not known yet
         before, pool, live, batch = self._grown(batch, slots)
         rows, drafted, chosen = before, self.no_drafts(size, bodies), plan.body
         if drafting:

@@ -5,11 +5,13 @@ The drafter proposes tokens, a chain or a tree; one policy forward scores them; 
 plain autoregressive decoding.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from specrl_jax.drafters.protocol import ChainDrafter, Choice, Choose, Drafter, Texts, most_drafts
@@ -27,6 +29,13 @@ from specrl_jax.rollout.rows import Rows, count_round, emit, is_end
 from specrl_jax.rollout.sampling import Context, TokenLaw, sample_tokens, with_tokens
 from specrl_jax.rollout.trajectory import Trajectory
 from specrl_jax.rollout.verification import Proposed, cut, one_hot_law
+
+
+def when(condition: Bool[Array, ""], do: Callable[[Any], Any], state: Any) -> Any:
+    """`do(state)` under a condition: a loop of at most one trip keeps the cache in place; of `lax.cond` XLA copies
+    it."""
+    _, state = lax.while_loop(lambda s: s[0], lambda s: (jnp.bool_(False), do(s[1])), (condition, state))
+    return state
 
 
 def with_drafts(seen: Bool[Array, "r v"], drafts: Int[Array, "r q"]) -> Bool[Array, "r v"]:
@@ -87,6 +96,11 @@ class Round:
             if outside:
                 remedy = "use the end tokens of the policy's tokenizer" if kind == "end" else "leave it out"
                 raise InputError(f"{kind} token {outside[0]} is not in the policy's vocabulary of {size}; {remedy}")
+        if self.config.adaptive and self.config.branches > 1 and self.numerics.invariant:
+            raise InputError(
+                f"numerics is invariant and branches {self.config.branches} with an adaptive draft length; candidates "
+                "beside a draft have no bits of their own there: choose 1 branch, plain numerics or a fixed length"
+            )
         if any(boundary > self.policy.num_layers for boundary in self.boundaries):
             raise InputError(
                 f"the drafter reads boundaries {self.boundaries} of a policy with {self.policy.num_layers} layers; "
@@ -139,6 +153,7 @@ class Round:
             seen = None if rows.seen is None else jnp.repeat(rows.seen, shape[1], axis=0)
             if seen is not None and depth:
                 seen = with_drafts(seen, before.reshape(-1, depth))
+            count = count if step is None else self.config.branches
             ids = target_ids if target_ids.ndim == 1 else target_ids.reshape(len(position), -1)
             logits, context = logits.reshape(len(position), -1), Context(position, seen)
             row_keys, noisy = jnp.repeat(keys, shape[1], axis=0), not config.rule.argmax_drafts
@@ -231,7 +246,9 @@ class Round:
             )
         trajectory = replace(trajectory, stats=count_round(trajectory.stats, verdict, live, drafts))
         if proposed.path is not None:
-            cache = keep_path(cache, rows.length, proposed.path)
+            path = proposed.path
+            moved = jnp.any(live[:, None] & (path != jnp.arange(path.shape[1], dtype=jnp.int32)[None]))
+            cache = when(moved, lambda cache: keep_path(cache, rows.length, path), cache)
         trajectory, rows = emit(trajectory, rows, law, verdict.counts, self.config.law.end_ids)
         length = rows.length + verdict.counts
         return (

@@ -292,8 +292,11 @@ def costs_at(
 
 
 def _described(engine: RolloutEngine) -> str:
-    """What a cost table is of, besides its bodies: policy, drafter, numerics and sampling law, in 16 characters."""
-    of = engine.policy, engine.drafter, engine.numerics, engine.config.law
+    """What a cost table is of, besides its bodies: policy, drafter and its candidates, numerics and sampling law, in 16
+    characters."""
+    of: tuple[Any, ...] = (engine.policy, engine.drafter, engine.numerics, engine.config.law)
+    if engine.config.branches > 1:  # a draft step finds more candidates
+        of = (*of, engine.config.branches)
     return hashlib.sha256(repr(of).encode()).hexdigest()[:16]
 
 

@@ -60,6 +60,8 @@ class Config(OneDevice):
     """Add arms in which the controller chooses the drafts, at most so many of a row; 0 for none."""
     adaptive_drafts: tuple[Drafts, ...] = ("head",)
     """Where the drafts of these arms come from, one arm for each."""
+    adaptive_branches: int = 1
+    """Above 1, add an arm of the controller with the head's drafts and so many candidates at each depth."""
     rule: Literal["match", "ratio"] = "match"
     """Our verification rule at fixed draft lengths; ratio is what vLLM does. The controller goes with match."""
     invariant: bool = False
@@ -67,7 +69,7 @@ class Config(OneDevice):
     repeats: int = 15
 
     def __post_init__(self) -> None:
-        check_least("", self, repeats=3, adaptive=0)
+        check_least("", self, repeats=3, adaptive=0, adaptive_branches=1)
         if self.work.task is not None and self.model.policy is None:
             raise InputError(f"--task {self.work.task} needs the --policy that was trained for it; give both")
         if self.work.task is not None and self.environments is not None and "tunix" in self.peers:
@@ -87,6 +89,7 @@ PRESETS: dict[str, Mapping[str, Any]] = {
         "work": {"prompt_tokens": 8, "tokens": 8},
         "draft_lengths": (0, 2),
         "adaptive": 3,
+        "adaptive_branches": 2,
         "repeats": 3,
     },
 }
@@ -96,9 +99,16 @@ class Ours:
     """An arm of our engine; every call has other noise."""
 
     def __init__(
-        self, pair: Pair, config: Config, work: Work, k: int, numerics: Numerics, adaptive: Drafts | None = None
+        self,
+        pair: Pair,
+        config: Config,
+        work: Work,
+        k: int,
+        numerics: Numerics,
+        adaptive: Drafts | None = None,
+        branches: int = 1,
     ) -> None:
-        rule = Ratio() if config.rule == "ratio" and k and adaptive is None else Match()
+        rule = Ratio() if config.rule == "ratio" and k and adaptive is None else Match(branches=branches)
         # Where responses end as they end, the live rows move into smaller batches, as they do in the other engines.
         ladder = (1.0, 0.5, 0.25, 0.125) if work.end_ids else (1.0,)
         rollout = RolloutConfig(
@@ -201,6 +211,11 @@ def measure(pair: Pair, config: Config, work: Work, peers: Mapping[str, Peer]) -
         for drafts in config.adaptive_drafts:
             name = f"ours, up to {config.adaptive} drafts, {drafts}"
             arms[name] = Ours(pair, config, work, config.adaptive, Numerics(), adaptive=drafts)
+        if config.adaptive_branches > 1:
+            name = f"ours, up to {config.adaptive} drafts, head, {config.adaptive_branches} branches"
+            arms[name] = Ours(
+                pair, config, work, config.adaptive, Numerics(), adaptive="head", branches=config.adaptive_branches
+            )
     if config.invariant:
         arms["ours, invariant"] = Ours(pair, config, work, config.draft_lengths[0], Numerics("invariant", 8, 8))
     arms |= {name: Theirs(peer, work) for name, peer in peers.items()}

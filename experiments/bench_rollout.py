@@ -10,7 +10,7 @@ the lengths of this run and the acceptance of its longest fixed draft length (wh
 with the best draft length for every number of live rows, the same for all of them, after reading the prompts.
 `share_of_floor` is the controller's speed-up over that, by turn: median and 95% interval. `invariant_speedup` is that
 of the same arm in invariant numerics, over draft length 0 in plain ones (`--invariant`). `over_alike` is the
-controller to one that gives all rows as many drafts (`--alike`).
+controller to one that gives all rows as many drafts (`--alike`), `over_chains` that with trees to that with chains.
 """
 
 import time
@@ -295,6 +295,8 @@ def measure(
             row |= ratio_columns("invariant_speedup", seconds["0"], seconds[f"{name}, invariant"])
         if name.endswith("random head"):
             row |= {"workload": config.work.task or "random", "synthetic_survival": None}
+        if name.endswith("branches") and name not in fixed:
+            row |= ratio_columns("over_chains", seconds["adaptive"], seconds[name])
         if name == "adaptive":
             row |= {"cost_table_ms": times, "best_fixed": best} | ratio_columns(
                 "over_best_fixed", seconds[best], seconds[name]

@@ -117,6 +117,8 @@ def test_what_has_no_bits_of_its_own_is_refused():
         engine_of(numerics=INVARIANT, rule=Match(branches=2))
     with pytest.raises(InputError, match="an adaptive draft length needs chains or combs"):
         engine_of(rule=Match(branches=2, shape="full"))
+    with pytest.raises(InputError, match="draft length of 4 with 9 branches has 36 drafts; choose at most 32"):
+        trees(9)
     q, positions = jnp.zeros((1, 1, 2, 4)), jnp.zeros((1, 1), jnp.int32)
     pages = jnp.zeros((1, 1, 4, 4)), jnp.zeros((1, 1, 4, 4)), own_pages(1, 1)
     with pytest.raises(ValueError, match="belong to plain numerics"):

@@ -9,6 +9,8 @@ from specrl_jax.rollout.control import MOST_BODIES, Body, default_bodies
 from specrl_jax.rollout.rules import Match, Rule
 from specrl_jax.rollout.sampling import SamplingLaw
 
+_MOST_BESIDE = 32  # drafts of a row, some beside others: how far one's slot lies from its position is a bit of a word
+
 
 @dataclass(frozen=True)
 class RolloutConfig:
@@ -59,6 +61,12 @@ class RolloutConfig:
             raise InputError(
                 f"an adaptive draft length needs chains or combs of at least 1 draft and rule match, not {self.rule} "
                 f"with draft_length {self.draft_length}; choose those, or a fixed draft length"
+            )
+        drafts = self.tree.size - 1
+        if self.adaptive and self.branches > 1 and drafts > _MOST_BESIDE:
+            raise InputError(
+                f"an adaptive draft length of {self.draft_length} with {self.branches} branches has {drafts} drafts; "
+                f"choose at most {_MOST_BESIDE}"
             )
         if self.bodies is not None and not 1 <= len(self.bodies) <= MOST_BODIES:
             raise InputError(f"rollout bodies names {len(self.bodies)} rounds; choose 1 to {MOST_BODIES}")

@@ -32,7 +32,7 @@ from experiments.turns import in_turn, ratio_columns
 from specrl_jax.drafters.combined import params_for
 from specrl_jax.errors import InputError
 from specrl_jax.models.numerics import Numerics
-from specrl_jax.rollout.config import RolloutConfig
+from specrl_jax.rollout.config import MOST_BESIDE, RolloutConfig
 from specrl_jax.rollout.engine import RolloutEngine
 from specrl_jax.rollout.rules import Match, Ratio
 from specrl_jax.training.costs import costs_at
@@ -74,6 +74,11 @@ class Config(OneDevice):
             raise InputError(f"--task {self.work.task} needs the --policy that was trained for it; give both")
         if self.work.task is not None and self.environments is not None and "tunix" in self.peers:
             raise InputError("--peers names tunix, which does not count end tokens; leave it out under --task")
+        if self.adaptive_branches > 1 and not 1 <= self.adaptive <= MOST_BESIDE // self.adaptive_branches:
+            raise InputError(
+                f"--adaptive-branches {self.adaptive_branches} with --adaptive {self.adaptive}; choose --adaptive 1 to "
+                f"{MOST_BESIDE // self.adaptive_branches}"
+            )
         if min(self.rows, default=0) < 1 or not self.draft_lengths:
             raise InputError("--rows and --draft-lengths must name at least one number, rows at least 1")
         if "suffix" in self.adaptive_drafts:

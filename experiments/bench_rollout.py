@@ -38,7 +38,7 @@ from specrl_jax.drafters.eagle3 import Eagle3Drafter
 from specrl_jax.errors import InputError
 from specrl_jax.models.numerics import Numerics
 from specrl_jax.models.params import PolicyParams
-from specrl_jax.rollout.config import RolloutConfig
+from specrl_jax.rollout.config import MOST_BESIDE, RolloutConfig
 from specrl_jax.rollout.control import Body, Control, default_bodies
 from specrl_jax.rollout.engine import RolloutEngine
 from specrl_jax.rollout.rules import Match, Rule
@@ -104,6 +104,10 @@ class Config(OneDevice):
             raise InputError("--random-drafter is a head; give it with --drafts head")
         if self.branches > 1 and any(self.survival):
             raise InputError(f"--branches {self.branches} is for real acceptance; give --survival 0")
+        if self.branches > 1 and self.branches * self.longest > MOST_BESIDE:
+            raise InputError(
+                f"--branches {self.branches} with --longest {self.longest} exceeds {MOST_BESIDE}; lower one"
+            )
         if min(self.draft_lengths, default=0) < 1 or not self.survival:
             raise InputError("--draft-lengths must name numbers of at least 1 and --survival at least one probability")
         if self.costs is not None and not Path(self.costs).absolute().parent.is_dir():
@@ -242,9 +246,9 @@ def measure(
             engine = rollout_of(config, pair, work, rows, k, Match(branches=config.branches), False)
             fixed[f"{k}, {config.branches} branches"] = fixed_arm(engine, pair, work)
     arms = fixed | {"adaptive": adaptive}
+    with_trees = f"adaptive, {config.branches} branches"
     if config.branches > 1:
-        trees = controlled(PLAIN, f"{config.branches}.", Match(branches=config.branches))
-        arms[f"adaptive, {config.branches} branches"] = trees
+        arms[with_trees] = controlled(PLAIN, f"{config.branches}.", Match(branches=config.branches))
     if config.random_drafter:
         random = random_head(pair.draft, config.run.seed)
         engine = rollout_of(config, pair, work, rows, config.longest, Match(), adaptive=True)
@@ -295,7 +299,7 @@ def measure(
             row |= ratio_columns("invariant_speedup", seconds["0"], seconds[f"{name}, invariant"])
         if name.endswith("random head"):
             row |= {"workload": config.work.task or "random", "synthetic_survival": None}
-        if name.endswith("branches") and name not in fixed:
+        if name == with_trees:
             row |= ratio_columns("over_chains", seconds["adaptive"], seconds[name])
         if name == "adaptive":
             row |= {"cost_table_ms": times, "best_fixed": best} | ratio_columns(

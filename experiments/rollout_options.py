@@ -73,8 +73,8 @@ class SpeculationOptions:
     rule: Literal["match", "ratio", "block"] = "match"
     """match: the tokens of the run without speculation; ratio, block: its law. At temperature 0 all are greedy."""
     branches: int = 1
-    """Candidates below a node; above 1 drafts are trees (rule match). Where a controller chooses, the other candidates
-    are drafted where they pay, in plain numerics."""
+    """Candidates below a node; above 1 drafts are trees (rule match). A controller drafts the other candidates where
+    they pay; in invariant numerics it chooses among chains alone, and trees have three drafts a path."""
     tree: Literal["comb", "full"] = "comb"
     """comb: only the best candidate of a depth has candidates of its own; full: all have."""
     argmax_drafts: bool = False

@@ -98,7 +98,13 @@ class Session:
     def draft_length(self) -> int:
         """Drafts per round of the speculative arm; of a row at most, where a controller chooses."""
         options = self.config.speculation
-        return options.drafts_with(options.drafter(self.drafter), adaptive=options.adaptive)
+        return options.drafts_with(options.drafter(self.drafter), adaptive=self.adaptive)
+
+    @property
+    def adaptive(self) -> bool:
+        """Whether a controller chooses the drafts: not of trees in invariant numerics, which have a fixed shape."""
+        options = self.config.speculation
+        return options.adaptive and (options.branches == 1 or not self.numerics.invariant)
 
     def engine(
         self, draft_length: int, samples: int, temperature: float | None = None, *, adaptive: bool = False
@@ -162,7 +168,7 @@ class Session:
         if online:
             training = self.draft_training(draft.online_optimizer.for_updates(config.steps))
             drafting = dataclasses.replace(training, average=draft.average, tolerance=draft.tolerance)
-        adaptive = config.speculation.adaptive and draft_length > 0
+        adaptive = self.adaptive and draft_length > 0
         engine = self.engine(draft_length, config.samples, adaptive=adaptive)
         step = GrpoStep(engine, self.scorer, update, drafting, config.run.seed, config.couple_epochs)
         return GrpoProgram(step, self.mesh, config.prompts, self.workload.in_graph, config.shuffle_rewards)
@@ -220,7 +226,7 @@ class Examiner:
         session = self.session
         config = session.config
         # The most that a controller may choose is too many for every round of a full batch.
-        draft_length = min(3, session.draft_length) if config.speculation.adaptive else session.draft_length
+        draft_length = min(3, session.draft_length) if session.adaptive else session.draft_length
         engine = session.engine(draft_length, 1, 0.0)
         return Sampler(engine, session.mesh, "evaluation", config.run.seed, min(config.eval_problems, 256))
 
@@ -432,7 +438,7 @@ def main(config: Config) -> None:
     session, params, draft = open_session(config)
     config = session.config
     # The controller's costs are those of the rows that a device has.
-    movable = () if config.speculation.adaptive else ("mesh", "rollout_mesh")
+    movable = () if session.adaptive else ("mesh", "rollout_mesh")
     out = open_output(config.run, config, SCRIPT, may_change=movable)
     start = prepare(session, params, draft, out)
     del params, draft  # the last arm overwrites them

@@ -225,10 +225,10 @@ def test_caught(monkeypatch, bug):
         judge = adaptive_module.AdaptiveRound.judge_dealt
 
         def generous(self, *args):
-            judged = judge(self, *args)
+            judged, tried = judge(self, *args)
             most = judged.proposed.tokens.shape[1] - 1
             accepted = jnp.minimum(judged.proposed.accepted + 1, most)
-            return replace(judged, proposed=replace(judged.proposed, accepted=accepted))
+            return replace(judged, proposed=replace(judged.proposed, accepted=accepted)), tried
 
         monkeypatch.setattr(adaptive_module.AdaptiveRound, "judge_dealt", generous)
     ours, expected = adaptive(engine_of(bodies=DRAFTING), SOME), plain()

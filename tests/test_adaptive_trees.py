@@ -1,12 +1,20 @@
 """Candidates beside the drafts of the controller: where a draft is in doubt, and never a change of what is emitted."""
 
+import itertools
+from dataclasses import replace
+
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import test_block
+import test_mtp
+import test_small_policy
 from jaxprs import exported_for
 from test_adaptive import DRAFTING, KEYS, PROMPTS, adaptive, engine_of, over_mesh, plain
 from tiny import INVARIANT, random_eagle3, tiny_params
 
+from specrl_jax.drafters.suffix import SuffixDrafter
 from specrl_jax.errors import InputError
 from specrl_jax.models import attention as attention_module
 from specrl_jax.models.attention import paged_attention
@@ -15,7 +23,8 @@ from specrl_jax.models.numerics import Numerics
 from specrl_jax.models.tree import Tree
 from specrl_jax.rollout import adaptive as adaptive_module
 from specrl_jax.rollout import round as round_module
-from specrl_jax.rollout.adaptive import Dealt, beside, tried_beside
+from specrl_jax.rollout.adaptive import Dealt, beside
+from specrl_jax.rollout.config import RolloutConfig
 from specrl_jax.rollout.control import (
     BINS,
     Beside,
@@ -35,8 +44,8 @@ pytestmark = pytest.mark.ci
 PLAIN = Numerics(key_block=8)
 
 
-def trees(branches=2, **settings):
-    return engine_of(numerics=PLAIN, rule=Match(branches=branches), **({"bodies": DRAFTING} | settings))
+def trees(branches=2, numerics=PLAIN, **settings):
+    return engine_of(numerics=numerics, rule=Match(branches=branches), **({"bodies": DRAFTING} | settings))
 
 
 def costs_of(engine):
@@ -57,18 +66,42 @@ def learned(control):
         (2, {"law": SamplingLaw(repetition_penalty=2.0, end_ids=(1, 7))}),
         (2, {"rows": 1, "bodies": (Body(1, 1), Body(1, 3), Body(1, 9))}),
         (2, {"rows": 4, "bodies": (Body(4, 4), Body(4, 20), Body(1, 7))}),
+        # One of two rows is left, and all tokens of the body are its own.
+        (2, {"rows": 2, "bodies": (Body(2, 2), Body(2, 6))}),
+        # Pages that the kernel for CPUs takes.
+        (2, {"numerics": Numerics(key_block=16), "bodies": (Body(15, 15), Body(15, 75))}),
+        # Little cache: rows sit rounds out.
+        (2, {"rows": 6, "bodies": (Body(6, 30), Body(1, 7)), "cache_bytes": 60_000}),
     ],
 )
 def test_the_tokens_are_those_without_drafts(branches, settings):
     engine = trees(branches, **settings)
     ours = adaptive(engine, costs_of(engine))
-    expected = plain(numerics=PLAIN, **({"law": settings["law"]} if "law" in settings else {}))
+    plainly = {name: settings[name] for name in ("law", "numerics") if name in settings}
+    expected = plain(**{"numerics": PLAIN} | plainly)
     np.testing.assert_array_equal(ours.tokens, expected.tokens)
     np.testing.assert_allclose(ours.log_probs, expected.log_probs, atol=2e-5)
     tried, accepted = learned(ours.control)
     assert 0 < accepted < tried
+    assert bool(ours.stats.stalled) == ("cache_bytes" in settings)
     assert ours.stats.accepted_at.sum() == ours.stats.accepted
     assert np.all(ours.stats.accepted_at <= ours.stats.drafted_at)
+
+
+@pytest.mark.parametrize("kind", ["suffix", "small policy", "block", "mtp"])
+def test_other_drafters(kind):
+    drafter, draft = {
+        "suffix": lambda: (SuffixDrafter(shortest=1), None),
+        "small policy": lambda: (test_small_policy.DRAFTER, tiny_params(test_small_policy.SMALL)),
+        "block": test_block.random_block,
+        "mtp": lambda: test_mtp.any_head()[:2],
+    }[kind]()
+    engine = trees(bodies=(Body(15, 105),))
+    engine = replace(engine, drafter=drafter, config=replace(engine.config, draft_length=3))
+    program = jax.jit(lambda *a: engine.rollout(*a, PROMPTS, KEYS, control=initial_control(np.ones(1))))
+    ours = jax.device_get(program(tiny_params(), draft))
+    np.testing.assert_array_equal(ours.tokens, plain(numerics=PLAIN).tokens)
+    assert learned(ours.control)[0] > 0
 
 
 def test_candidates_beside_drafts_save_rounds():
@@ -92,14 +125,10 @@ PLANTED = {
         "_beside",
         lambda positions, slots, own: slots[None, None] <= own[:, :, None],
     ),
-    "of the candidates the first is taken": (
+    "one candidate is gone on with for another": (
         adaptive_module,
         "beside",
-        lambda chain, dealt, drafts, own: (
-            beside(chain, dealt, drafts, own)
-            if drafts.shape[2] == 2
-            else beside(chain, dealt, drafts.at[..., 2].set(drafts[..., 1]).at[..., 1].set(drafts[..., 2]), own)
-        ),
+        lambda chain, dealt, own: beside(chain, replace(dealt, token=dealt.token[..., jnp.array([0, 2, 1])]), own),
     ),
 }
 
@@ -107,6 +136,7 @@ PLANTED = {
 @pytest.mark.parametrize("name", PLANTED)
 def test_a_planted_bug_shows_in_the_tokens(name, monkeypatch):
     module, attribute, wrong = PLANTED[name]
+    monkeypatch.setattr(attention_module, "_kernel_fits", lambda *_: False)
     monkeypatch.setattr(module, attribute, wrong)
     engine = trees(3)
     assert not np.array_equal(adaptive(engine, costs_of(engine)).tokens, plain(numerics=PLAIN).tokens)
@@ -129,12 +159,12 @@ def test_what_has_no_bits_of_its_own_is_refused():
 def test_attention_of_candidates_beside_drafts(block):
     """Against float64, with a row of padding; slots of rows, not of the pool."""
     rng = np.random.default_rng(0)
-    rows, queries, heads, groups, width, pages = 3, 6, 4, 2, 16, 3
+    rows, queries, heads, groups, width, pages = 3, 7, 4, 2, 16, 48 // block
     keys, values = (rng.normal(size=(rows, pages * block, groups, width)).astype(np.float32) for _ in range(2))
     q = rng.normal(size=(rows, queries, heads, width)).astype(np.float32)
-    # The newest token, two drafts, one beside each of them, and padding.
-    length = np.array([[0], [block + 1], [-1]])
-    offsets, slots = np.array([0, 1, 2, 1, 2, -1]), np.array([0, 1, 2, 3, 4, -1])
+    # The newest token, two drafts, one beside each of them, one as far off as a word has bits, and padding.
+    length = np.array([[0], [15], [-1]])
+    offsets, slots = np.array([0, 1, 2, 1, 2, 1, -1]), np.array([0, 1, 2, 3, 4, 32, -1])
     there = (length >= 0) & (offsets >= 0)
     positions, own = np.where(there, length + offsets, -1), np.where(there, length + slots, -1)
     slots_last = attention_module.slots_last()
@@ -183,14 +213,21 @@ def test_the_decision_is_that_of_match_on_the_whole_tree(candidates):
         own[r, queries[r, n]] = draws[r, 1 + n]
     own = jnp.asarray(own, jnp.int32)
     chain = match(Tree.chain(depth), drafts[..., 0], own[:, : 1 + depth])
-    ours, theirs = beside(chain, dealt, drafts, own), match(tree, jnp.asarray(flat), jnp.asarray(draws, jnp.int32))
+    ours, found = beside(chain, dealt, own)
+    theirs = match(tree, jnp.asarray(flat), jnp.asarray(draws, jnp.int32))
     np.testing.assert_array_equal(ours.accepted, theirs.accepted)
     assert set(np.asarray(ours.accepted).tolist()) == set(range(depth + 1))
     kept = np.arange(depth + 1)[None] <= np.asarray(ours.accepted)[:, None]
     np.testing.assert_array_equal(np.where(kept, ours.tokens, 0), np.where(kept, theirs.tokens, 0))
-    found = tried_beside(ours, dealt)
-    assert np.all(np.asarray(found.tried) <= candidates - 1)
-    assert np.any(np.asarray(found.accepted) & (np.asarray(found.tried) > 0))
+    tried, accepted = np.asarray(found.tried), np.asarray(found.accepted)
+    np.testing.assert_array_equal(ours.accepted - chain.accepted, accepted)
+    for r, end in enumerate(np.asarray(chain.accepted)):
+        others = np.asarray(dealt.taken)[r, end, 1:] if end < np.asarray(dealt.lengths)[r] else np.zeros(1, bool)
+        drawn = np.asarray(dealt.token)[r, min(end, depth - 1), 1:] == int(own[r, end])
+        expected = others[: 1 + drawn.argmax()].sum() if accepted[r] else others.sum()
+        assert tried[r] == expected
+    assert np.any(accepted & (tried > 0))
+    assert np.any(accepted & (tried == 0))  # beside a draft that was not verified itself
 
 
 def test_chances_are_those_of_one_path():
@@ -231,7 +268,9 @@ def test_what_is_learned_of_candidates():
 def test_a_single_row_has_a_round_for_candidates():
     assert default_bodies(1, 7, 2)[-1] == Body(1, 11)
     assert default_bodies(1, 7)[-1] == Body(1, 8)
-    assert all(len(default_bodies(rows, 7, 2)) <= 12 for rows in range(1, 70))
+    for rows, longest, branches in itertools.product(range(1, 70), (1, 2, 3, 7), (2, 3)):
+        config = RolloutConfig(8, 1, longest, SamplingLaw(end_ids=(1,)), Match(branches=branches), adaptive=True)
+        assert len(config.bodies_for(rows)) <= 12
 
 
 @pytest.mark.parametrize("platform", ["cpu", "cuda", "tpu"])

@@ -46,7 +46,13 @@ pytestmark = pytest.mark.ci
         ("bench_rollout", "--branchy is 0.5; choose a share from 0 to 1, with --task", ("--branchy", 0.5)),
         ("bench_rollout", "--branches 2 is for real acceptance; give --survival 0", ("--branches", 2)),
         ("bench_peers", "temperature is -1.0; choose a value", ("--temperature", -1.0)),
+        ("bench_rollout", "--branches 5 with --longest 7 exceeds 32", ("--branches", 5, "--survival", 0)),
         ("bench_peers", "--adaptive is -1", ("--adaptive", -1)),
+        (
+            "bench_peers",
+            "--adaptive-branches 2 with --adaptive 0; choose --adaptive 1 to 16",
+            ("--adaptive-branches", 2),
+        ),
         ("bench_peers", "--draft-lengths is (-1,); numbers must be at least 0", ("--draft-lengths", -1)),
         ("bench_peers", "--task arithmetic needs the --policy", ("--task", "arithmetic")),
         ("bench_peers", "has no folder transformers; make it as", ("--environments", "nowhere")),

@@ -157,7 +157,12 @@ FIXED = {"ladder": (1.0, 0.3)}
 ADAPTIVE = {"adaptive": True, "bodies": (Body(15, 15), Body(15, 60), Body(4, 4), Body(4, 16))}
 
 
-@pytest.mark.parametrize("settings", [FIXED, ADAPTIVE], ids=["ladder", "controller"])
+TREES = {"rule": Match(branches=2)}
+
+
+@pytest.mark.parametrize(
+    "settings", [FIXED, ADAPTIVE, FIXED | TREES, ADAPTIVE | TREES], ids=["ladder", "controller", "trees", "dealt trees"]
+)
 def test_the_cache_is_there_once(settings):
     assert copies_of_the_cache(**settings) == pytest.approx(1.0, abs=0.01)
 

@@ -7,6 +7,7 @@ import pytest
 from experiments import train_grpo
 from experiments.common import RunOptions
 from experiments.rollout_options import SpeculationOptions
+from specrl_jax.models.numerics import Numerics
 
 pytestmark = pytest.mark.ci
 
@@ -17,7 +18,7 @@ def test_the_evaluations_of_an_adaptive_run_draft_at_most_three(monkeypatch):
         speculation = SpeculationOptions(draft_length="auto" if adaptive else 7)
         config = SimpleNamespace(speculation=speculation, run=RunOptions(), eval_problems=8)
         engine = lambda draft_length, *_: draft_length  # noqa: E731
-        session = SimpleNamespace(config=config, draft_length=chosen, mesh=None, engine=engine)
+        session = SimpleNamespace(config=config, draft_length=chosen, mesh=None, engine=engine, adaptive=adaptive)
         assert train_grpo.Examiner(session, None).sampler == drafted
 
 
@@ -43,6 +44,16 @@ def test_a_controller_chooses_the_drafts_of_chains_by_default(options, adaptive,
     ):
         if options.get("drafts") == "ngram" and made_for:
             continue
-        session = SimpleNamespace(config=config, drafter=SimpleNamespace(most_drafts=made_for))
+        session = SimpleNamespace(config=config, drafter=SimpleNamespace(most_drafts=made_for), numerics=Numerics())
+        session.adaptive = train_grpo.Session.adaptive.fget(session)
         assert train_grpo.Session.draft_length.fget(session) == least
     assert config.speculation.drafts_with(None, adaptive=False) == options.get("draft_length", 0)
+
+
+@pytest.mark.parametrize(("branches", "adaptive", "drafts"), [(1, True, 7), (2, False, 3)])
+def test_trees_have_a_fixed_shape_in_invariant_numerics(branches, adaptive, drafts):
+    config = SimpleNamespace(speculation=SpeculationOptions(branches=branches))
+    session = SimpleNamespace(config=config, drafter=SimpleNamespace(), numerics=Numerics("invariant"))
+    session.adaptive = train_grpo.Session.adaptive.fget(session)
+    assert session.adaptive == adaptive
+    assert train_grpo.Session.draft_length.fget(session) == drafts

@@ -68,9 +68,8 @@ def _surer(one: Choice, other: Choice) -> Choice:
     wins = (other.confidence > one.confidence) & (other.token >= 0)
     token = jnp.where(wins, other.token, one.token)
     assert one.others is not None
-    # Beside another drafter's draft stands the best of its own.
-    moved = jnp.concatenate([one.token[:, None], one.others], axis=1)[:, : one.others.shape[1]]
-    others = jnp.where((token != one.token)[:, None], moved, one.others)
+    # Beside another drafter's draft stands nothing: what the first one is sure of after its own is not known.
+    others = jnp.where((token != one.token)[:, None], -1, one.others)
     return Choice(token, confidence=jnp.where(wins, other.confidence, one.confidence), others=others)
 
 

@@ -38,7 +38,7 @@ from specrl_jax.models.tree import Tree
 class TokenBatch:
     """New tokens, each with its row and its position; position -1 is padding.
 
-    tokens, rows, positions: `[n]`. A row's tokens stand in order of position.
+    tokens, rows, positions: `[n]`. A row's tokens stand in order of slot.
     num_rows: rows of the cache they belong to.
     max_queries: most new tokens that any row has.
     is_grid: token `n` is query `n % max_queries` of row `n // max_queries`. Otherwise

@@ -6,7 +6,7 @@ and the policy reads them packed, rows of different lengths side by side.
 
 Where the rule has several candidates (`Match.branches`), the next best ones stand beside each draft of a chain, each a
 leaf, and are dealt tokens like drafts: a small tree where a draft is in doubt, a chain where it is sure. Their slots
-come after the chain's.
+come after the chain's, and the one that is accepted is moved to its place.
 
 Without drafts the drafter does nothing: features of tokens that it has not read wait in a ring per row and
 are read when drafting resumes; of a row that has fallen behind further, the drafter starts anew at the ring's first.
@@ -46,7 +46,7 @@ from specrl_jax.rollout.round import Judged, Round, with_drafts
 from specrl_jax.rollout.rows import Rows, Unread
 from specrl_jax.rollout.sampling import Context, TokenLaw, sample_tokens
 from specrl_jax.rollout.trajectory import Trajectory
-from specrl_jax.rollout.verification import Proposed
+from specrl_jax.rollout.verification import Proposed, of_each
 
 _CHUNK = 8  # unread pairs are read so many at a time
 
@@ -97,59 +97,45 @@ class Dealt:
 class Packed:
     """The tokens of a round side by side.
 
-    batch: for the forward. offsets: depth of each token, 0 of a row's newest one, `[n]`. where: where each query of a
-        row lies, `[r, q]`.
+    batch: for the forward. drafts: tokens of each row's queries but the first, `[r, q - 1]`.
+    offsets: depth of each token, 0 of a row's newest one, `[n]`. where: where each query of a row lies, `[r, q]`.
     """
 
     batch: TokenBatch
+    drafts: Int[Array, "r _"]
     offsets: Int[Array, "n"]
     where: Int[Array, "r q"]
 
 
-def _at(x: Array, depth: Int[Array, "r"]) -> Array:
-    """`x[r, depth[r]]`, of `[r, k, c]`."""
-    return jnp.take_along_axis(x, depth[:, None, None], axis=1)[:, 0]
-
-
-def beside(chain: Proposed, dealt: Dealt, drafts: Int[Array, "r k c"], own: Int[Array, "r q"]) -> Proposed:
+def beside(chain: Proposed, dealt: Dealt, own: Int[Array, "r q"]) -> tuple[Proposed, Beside]:
     """What rule match decides of a chain, gone on to the candidate beside its first refused draft that was drawn.
 
     Args:
         chain: what it decides without them. dealt: what is verified.
-        drafts: token of every draft, -1 where it is not verified. own: the policy's draw at every query of a row.
+        own: the policy's draw at every query of a row.
+
+    Returns:
+        The decision, whose path names queries, and what it says of candidates: nothing where the draft that they stand
+        beside was not verified itself, since nobody knows whether it would have been refused.
     """
-    depth = drafts.shape[1]
+    depth = dealt.token.shape[1]
     end = jnp.minimum(chain.accepted, depth - 1)
-    draw = jnp.take_along_axis(chain.tokens, end[:, None], axis=1)
-    drawn = (_at(drafts, end)[:, 1:] == draw) & (chain.accepted < depth)[:, None]
-    found = jnp.any(drawn, axis=1)
-    which = jnp.argmax(drawn, axis=1)[:, None]
-    leaf = jnp.take_along_axis(_at(dealt.queries, end)[:, 1:], which, axis=1)
+    tokens, taken, queries = (of_each(x, end) for x in (dealt.token, dealt.taken, dealt.queries))
+    looked = taken[:, 1:] & (chain.accepted < depth)[:, None]
+    drawn = looked & (tokens[:, 1:] == of_each(chain.tokens, end)[:, None])
+    found, which = jnp.any(drawn, axis=1), jnp.argmax(drawn, axis=1).astype(jnp.int32)
     steps = jnp.arange(depth + 1, dtype=jnp.int32)[None]
-    path = jnp.where(found[:, None] & (steps > chain.accepted[:, None]), leaf, steps)
-    return Proposed(jnp.take_along_axis(own, path, axis=1), chain.accepted + found.astype(jnp.int32), path)
-
-
-def tried_beside(proposed: Proposed, dealt: Dealt) -> Beside:
-    """What a decision says of the candidates beside the first draft that was refused.
-
-    Where that draft was not verified itself nobody knows whether it would have been, and nothing is said.
-    """
-    assert proposed.path is not None
-    depth = dealt.taken.shape[1]
-    last = jnp.take_along_axis(proposed.path, proposed.accepted[:, None], axis=1)[:, 0]
-    found = last != proposed.accepted
-    end = proposed.accepted - found.astype(jnp.int32)
-    at = jnp.minimum(end, depth - 1)
-    taken = _at(dealt.taken, at)
-    queries, refused = _at(dealt.queries, at)[:, 1:], (end < depth) & taken[:, 0]
-    looked = taken[:, 1:] & (~found[:, None] | (queries <= last[:, None])) & refused[:, None]
-    return Beside(jnp.sum(looked, axis=1, dtype=jnp.int32), found)
+    leaf = found[:, None] & (steps > chain.accepted[:, None])
+    path = jnp.where(leaf, of_each(queries[:, 1:], which)[:, None], steps)
+    accepted = chain.accepted + found.astype(jnp.int32)
+    tried = looked & taken[:, :1] & (~found[:, None] | (jnp.arange(looked.shape[1])[None] <= which[:, None]))
+    decision = Proposed(jnp.take_along_axis(own, path, axis=1), accepted, path)
+    return decision, Beside(jnp.sum(tried, axis=1, dtype=jnp.int32), found)
 
 
 @dataclass(frozen=True)
 class AdaptiveRound(Round):
-    """Rounds whose number of drafts is chosen while they run; `config.draft_length` bounds a row's."""
+    """Rounds whose number of drafts is chosen while they run; `config.draft_length` bounds their depth."""
 
     @property
     def chain_drafter(self) -> ChainDrafter:
@@ -178,12 +164,12 @@ class AdaptiveRound(Round):
         return replace(rows, drafter=drafter, unread=replace(unread, count=jnp.zeros_like(unread.count)))
 
     def depth(self, bodies: Sequence[tuple[int, Body]]) -> int:
-        """Drafts of a row at most, in any of these bodies."""
+        """Depth of drafts at most, in any of these bodies."""
         return max(body.depth(self.config.draft_length) for _, body in bodies)
 
     def most_of_a_row(self, body: Body) -> int:
-        """Drafts of a row at most, with what stands beside them."""
-        return min(body.depth(self.config.draft_length) * self.config.branches, body.tokens - body.rows)
+        """Drafts of a row at most, with what stands beside them: all of a body's may be one row's."""
+        return min(body.depth(self.config.draft_length) * self.config.branches, body.tokens - 1)
 
     def no_drafts(self, rows: int, bodies: Sequence[tuple[int, Body]]) -> Drafted:
         """Room for the drafts of a round."""
@@ -215,9 +201,7 @@ class AdaptiveRound(Round):
         carry, choice = drafter.begin(draft_params, embed, rows.drafter, self.texts(rows, trajectory), depth, choose)
 
         def drafted(step: Int[Array, ""], choice: Choice, tokens: Array, confidence: Array, survival: Array) -> Any:
-            token, sure = choice.token[:, None], jnp.exp(choice.confidence)  # type: ignore[arg-type]
-            if choice.others is not None:
-                token = jnp.concatenate([token, choice.others], axis=1)
+            token, sure = self._candidates(choice), jnp.exp(choice.confidence)  # type: ignore[arg-type]
             above = jnp.where(step == 0, 1.0, survival[:, jnp.maximum(step - 1, 0), 0])
             found = chances(control, sure, above, token.shape[1])
             survives = jnp.where((step < room)[:, None] & (token >= 0), found, 0.0)
@@ -241,6 +225,13 @@ class AdaptiveRound(Round):
         first = drafted(jnp.int32(0), choice, begun.token, begun.confidence, begun.worth)
         _, _, tokens, confidence, survival = lax.while_loop(more, another, (jnp.int32(1), carry, *first))
         return rows, Drafted(tokens, confidence, worth[:, None, None] * survival)
+
+    def _candidates(self, choice: Choice) -> Int[Array, "r c"]:
+        """A draft and what stands beside it, -1 where a drafter has no more."""
+        found = choice.token[:, None]
+        if choice.others is not None:
+            found = jnp.concatenate([found, choice.others], axis=1)
+        return jnp.pad(found, ((0, 0), (0, self.config.branches - found.shape[1])), constant_values=-1)
 
     def deal(self, body: Body, drafted: Drafted, live: Bool[Array, "r"]) -> Dealt:
         """The drafts that a body verifies."""
@@ -271,12 +262,12 @@ class AdaptiveRound(Round):
         where = jnp.minimum((ends - count)[:, None] + steps, body.tokens - 1)
         one = live.shape[0] == 1
         batch = TokenBatch(tokens, row, positions, live.shape[0], 1 + most, is_grid=one, own_slots=own_slots)
-        return Packed(batch, offset, where)
+        return Packed(batch, drafts, offset, where)
 
     def judge_dealt(
         self, params: PolicyParams, rows: Rows, pool: Pool, body: Body, dealt: Dealt, live: Bool[Array, "r"]
-    ) -> Judged:
-        """Verify what was dealt."""
+    ) -> tuple[Judged, Beside | None]:
+        """Verify what was dealt; and what came of candidates beside drafts, where there can be any."""
         config, depth, packed = self.config, dealt.token.shape[1], self._packed(rows, body, dealt, live)
         batch, row, where = packed.batch, packed.batch.rows, packed.where
         out = forward(
@@ -285,7 +276,7 @@ class AdaptiveRound(Round):
         seen = None
         if rows.seen is not None:
             views = [rows.seen]
-            for step in range(depth):
+            for step in range(depth - 1):
                 views.append(with_drafts(views[-1], dealt.token[:, step : step + 1, 0]))
             # What stands beside a draft has not seen it.
             above = jnp.stack(views, axis=1)[row, jnp.maximum(packed.offsets - 1, 0)]
@@ -293,15 +284,16 @@ class AdaptiveRound(Round):
         context = Context(rows.emitted[row] + packed.offsets, seen)
         law, _ = sample_tokens(params, self.policy, config.law, out.hidden, rows.keys[row], context, self.numerics)
         grid: TokenLaw = jax.tree.map(lambda x: x[where], law)
-        drafts = jnp.where(dealt.taken, dealt.token, -1)  # no token, so that it is never drawn
+        # Of what is not verified no token, so that it is never drawn.
+        drafts = jnp.where(dealt.taken[..., 0], dealt.token[..., 0], -1)
         draws, own = PlacedDraws.of_round(rows.keys, rows.rounds, rows.emitted), grid.token[:, : 1 + depth]
-        proposed = config.rule.decide(Tree.chain(depth), drafts[..., 0], own, None, None, draws)
-        if drafts.shape[2] > 1:
-            proposed = beside(proposed, dealt, drafts, grid.token)
+        proposed, tried = config.rule.decide(Tree.chain(depth), drafts, own, None, None, draws), None
+        if config.branches > 1:
+            proposed, tried = beside(proposed, dealt, grid.token)
         features = None if out.features is None else out.features[where].reshape(-1, out.features.shape[1])
         laws = jax.tree.map(lambda x: x.reshape(-1), grid)
-        slots = Choice(jnp.full((live.shape[0], where.shape[1] - 1), -1, jnp.int32))
-        return Judged(live, ForwardOutput(out.hidden, features, out.cache), laws, None, slots, proposed)
+        out = ForwardOutput(out.hidden, features, out.cache)
+        return Judged(live, out, laws, None, Choice(packed.drafts), proposed), tried
 
     def judge_alone(self, params: PolicyParams, rows: Rows, pool: Pool, live: Bool[Array, "r"]) -> Judged:
         """One token of every row, without drafts."""
@@ -349,14 +341,13 @@ class AdaptiveRound(Round):
             after, cache, trajectory = self.conclude(params, draft_params, rows, trajectory, judged, none)
             return self.wait(after, judged, rows), pool.with_cache(cache), trajectory, control
         dealt = self.deal(body, drafted, live)
-        judged = self.judge_dealt(params, rows, pool, body, dealt, live)
+        judged, tried = self.judge_dealt(params, rows, pool, body, dealt, live)
         after, cache, trajectory = self.conclude(params, draft_params, rows, trajectory, judged, dealt.depths)
         emitted = after.length - rows.length
         assert rows.record is not None
         counted = live & (emitted == judged.proposed.accepted + 1)
-        lengths, accepted, tried = dealt.lengths, judged.proposed.accepted, None
-        if judged.proposed.path is not None:
-            tried = tried_beside(judged.proposed, dealt)
+        lengths, accepted = dealt.lengths, judged.proposed.accepted
+        if tried is not None:
             accepted = accepted - tried.accepted.astype(jnp.int32)
         if not hasattr(self.drafter, "can_draft"):
             # That there was nothing to propose counts like a draft that was refused.

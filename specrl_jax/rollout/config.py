@@ -9,7 +9,8 @@ from specrl_jax.rollout.control import MOST_BODIES, Body, default_bodies
 from specrl_jax.rollout.rules import Match, Rule
 from specrl_jax.rollout.sampling import SamplingLaw
 
-_MOST_BESIDE = 32  # drafts of a row, some beside others: how far one's slot lies from its position is a bit of a word
+MOST_BESIDE = 32
+"""Drafts of a row, some beside others: how far a slot lies from its position is a bit of a word in the kernels."""
 
 
 @dataclass(frozen=True)
@@ -17,8 +18,8 @@ class RolloutConfig:
     """max_new_tokens: response tokens at most, end token included.
 
     samples_per_prompt: size of a prompt's group.
-    draft_length: drafts per round on the longest path, 0 for autoregressive decoding; the most of a row where the
-        draft length is adaptive.
+    draft_length: drafts per round on the longest path, 0 for autoregressive decoding; at most so many where the draft
+        length is adaptive.
     law: the sampling law; its end tokens close a response.
     rule: how drafts are drawn and judged, in chains or trees.
     adaptive: choose the drafts of every round while it runs (`rollout/control.py`), in chains under rule match; where
@@ -57,16 +58,17 @@ class RolloutConfig:
             value = getattr(self, name)
             if value is not None and value < least:
                 raise InputError(f"rollout {name} is {value}; it must be at least {least}")
-        if self.adaptive and (not isinstance(self.rule, Match) or self.rule.shape == "full" or self.draft_length < 1):
+        comb = isinstance(self.rule, Match) and self.rule.shape == "comb"
+        if self.adaptive and (self.rule.needs_laws or not (self.tree.is_chain or comb) or self.draft_length < 1):
             raise InputError(
                 f"an adaptive draft length needs chains or combs of at least 1 draft and rule match, not {self.rule} "
                 f"with draft_length {self.draft_length}; choose those, or a fixed draft length"
             )
         drafts = self.tree.size - 1
-        if self.adaptive and self.branches > 1 and drafts > _MOST_BESIDE:
+        if self.adaptive and self.branches > 1 and drafts > MOST_BESIDE:
             raise InputError(
                 f"an adaptive draft length of {self.draft_length} with {self.branches} branches has {drafts} drafts; "
-                f"choose at most {_MOST_BESIDE}"
+                f"choose at most {MOST_BESIDE}"
             )
         if self.bodies is not None and not 1 <= len(self.bodies) <= MOST_BODIES:
             raise InputError(f"rollout bodies names {len(self.bodies)} rounds; choose 1 to {MOST_BODIES}")
@@ -89,7 +91,7 @@ class RolloutConfig:
 
     @property
     def branches(self) -> int:
-        """Candidates of a depth at most, where drafts are adaptive."""
+        """Candidates below a node at most."""
         return self.rule.branches if isinstance(self.rule, Match) else 1
 
     def bodies_for(self, rows: int) -> tuple[Body, ...]:

@@ -1,8 +1,8 @@
 """Which round comes next: how many rows, how many tokens, and whose.
 
-Speculation pays while the rows' seconds per token fall with a round's drafts. `Control` holds what
-is needed to tell: seconds of every compiled round (a `Body`, known by its rows and tokens), and how
-often drafts have been accepted, by the drafter's confidence and by depth; rows keep records of their own. It is data,
+Speculation pays while the rows' seconds per token fall with a round's drafts. `Control` holds what is needed to tell:
+seconds of every compiled round (a `Body`, known by its rows and tokens), and how often drafts have been accepted, by
+the drafter's confidence and by depth, and candidates beside refused ones; rows keep records of their own. It is data,
 not code: the same program runs under any cost table, and a table that is saved and restored decides alike.
 
 What is made small is the mean over rows of seconds per token: a row that expects `x` tokens of a round needs `1 / x`
@@ -63,7 +63,7 @@ class Body:
         return jnp.minimum(self.depth(longest), -(-(self.tokens - live) // jnp.maximum(live, 1)))
 
     def depth(self, longest: int) -> int:
-        """Drafts of a row at most: twice its even share, so that rows can differ."""
+        """Depth of a row's drafts at most: twice its even share, so that rows can differ."""
         spare = self.tokens - self.rows
         return min(longest, spare, max(2 * spare // self.rows, 1)) if spare else 0
 
@@ -71,21 +71,23 @@ class Body:
 def default_bodies(rows: int, longest: int, branches: int = 1) -> tuple[Body, ...]:
     """Of all rows, a half, a quarter and a sixteenth of them, or of four rows and fewer all and one.
 
-    With more than one candidate below a node, a single row has a body with candidates beside half of its drafts.
+    With more than one candidate below a node, of four rows and fewer a single one has a body with candidates beside
+    half of its drafts.
     Long-tailed responses leave few rows live for long: sizes that follow them pay more than finer numbers of drafts.
     Where that makes more than `MOST_BODIES`, one is left out: most drafts of all rows where these are more tokens than
     pay (`_MANY`; a row then has at most twice an even share of the next smaller body), else the half without drafts:
     responses pass through it quickly.
     """
     shares: dict[int, tuple[int, ...]]
-    most = longest * (1 + branches) // 2
     if rows <= 4:
         few = (0, 1, 2, 3, 5, longest)
-        shares = {rows: few, 1: few if branches == 1 else (0, 1, 3, 5, longest, most)}
+        shares = {rows: few, 1: few if branches == 1 else (0, 1, 3, 5, longest)}
     else:
         parts = {1: (0, 1, 3, longest), 2: (0, 1, 3), 4: (0, 1, 3), 16: (0, 3, longest)}
         shares = {-(-rows // part): own for part, own in parts.items()}
-    bodies = {Body(size, size * (1 + min(share, most))) for size, own in shares.items() for share in own}
+    bodies = {Body(size, size * (1 + min(share, longest))) for size, own in shares.items() for share in own}
+    if branches > 1 and rows <= 4:
+        bodies.add(Body(1, 1 + longest * (1 + branches) // 2))
     if len(bodies) > MOST_BODIES:
         largest, half = Body(rows, rows * (1 + longest)), Body(-(-rows // 2), -(-rows // 2))
         many = _MANY_ON_A_CPU if backend() == "cpu" else _MANY

@@ -98,8 +98,8 @@ class Round:
                 raise InputError(f"{kind} token {outside[0]} is not in the policy's vocabulary of {size}; {remedy}")
         if self.config.adaptive and self.config.branches > 1 and self.numerics.invariant:
             raise InputError(
-                f"numerics is invariant and branches {self.config.branches} with an adaptive draft length; candidates "
-                "beside a draft have no bits of their own there: choose 1 branch, plain numerics or a fixed length"
+                f"numerics is invariant and branches {self.config.branches} with an adaptive draft length; bits of "
+                "candidates beside a draft would depend on it: choose 1 branch, plain numerics or a fixed draft length"
             )
         if any(boundary > self.policy.num_layers for boundary in self.boundaries):
             raise InputError(
@@ -171,7 +171,11 @@ class Round:
             found = best(scores, count)
             token = ids[found] if ids.ndim == 1 else jnp.take_along_axis(ids, found, axis=1)
             if not config.rule.needs_laws:
-                confidence = jnp.take_along_axis(log_q, best(scores), axis=1)
+                confidence = jnp.take_along_axis(log_q, found[:, :1], axis=1)
+                if step is not None and count > 1:
+                    # Beside a draft of a chain stands nothing that the law forbids, and not the draft again.
+                    real = (jnp.take_along_axis(log_q, found, axis=1) > -jnp.inf) & (token != token[:, :1])
+                    token = jnp.where(real.at[:, 0].set(True), token, -1)
                 return Choice(token.reshape(*shape, count), confidence=confidence.reshape(shape))
             if config.rule.argmax_drafts or law.greedy:
                 log_law = one_hot_law(token, vocab_size)[:, 0]
@@ -246,8 +250,8 @@ class Round:
             )
         trajectory = replace(trajectory, stats=count_round(trajectory.stats, verdict, live, drafts))
         if proposed.path is not None:
-            path = proposed.path
-            moved = jnp.any(live[:, None] & (path != jnp.arange(path.shape[1], dtype=jnp.int32)[None]))
+            path, steps = proposed.path, jnp.arange(proposed.path.shape[1], dtype=jnp.int32)[None]
+            moved = jnp.any(live[:, None] & (steps <= proposed.accepted[:, None]) & (path != steps))
             cache = when(moved, lambda cache: keep_path(cache, rows.length, path), cache)
         trajectory, rows = emit(trajectory, rows, law, verdict.counts, self.config.law.end_ids)
         length = rows.length + verdict.counts

@@ -29,8 +29,8 @@ class Proposed:
 
     tokens: what would be emitted if nothing cut the round; beyond `accepted` only the first counts, `[r, k + 1]`.
     accepted: drafts kept, 0 to k, `[r]`.
-    path: node of the round's tree below which each token was drawn, `[r, k + 1]`; None for a chain, where token
-        `j` follows node `j`.
+    path: node of the round's tree (or query of the row, where drafts were dealt out) below which each token was drawn,
+        `[r, k + 1]`; None for a chain, where token `j` follows node `j`.
     """
 
     tokens: Int[Array, "r k1"]
@@ -88,7 +88,7 @@ def _of_drafts(log_law: Float[Array, "r k v"], drafts: Int[Array, "r k"]) -> Flo
     return jnp.take_along_axis(log_law, drafts[..., None], axis=2)[..., 0]
 
 
-def _at(x: Array, index: Int[Array, "r"]) -> Array:
+def of_each(x: Array, index: Int[Array, "r"]) -> Array:
     """`x[r, index[r]]`."""
     return jnp.take_along_axis(x, index.reshape(-1, *[1] * (x.ndim - 1)), axis=1)[:, 0]
 
@@ -103,8 +103,8 @@ def _finish(
 ) -> Proposed:
     """After `accepted` drafts, a token of the law max(w p - q, 0); after all of them, one of `p`."""
     beyond = jnp.full_like(log_p[:, :1], -jnp.inf)
-    log_policy = _at(log_p, accepted)
-    excess = log_excess(log_policy + log_weight[:, None], _at(jnp.concatenate([log_q, beyond], axis=1), accepted))
+    log_policy = of_each(log_p, accepted)
+    excess = log_excess(log_policy + log_weight[:, None], of_each(jnp.concatenate([log_q, beyond], axis=1), accepted))
     # Where p = q up to rounding nothing is rejected, and nothing would be left to draw from.
     empty = jnp.all(excess == -jnp.inf, axis=1, keepdims=True)
     token = draws.tokens(jnp.where(empty, log_policy, excess))
@@ -174,7 +174,7 @@ def block(
     coins = draws.coins(jnp.concatenate([log_h, log_w[:, k:]], axis=1))
     accepted = jnp.max(jnp.where(coins, jnp.arange(1, k + 1, dtype=jnp.int32), 0), axis=1)
     # After the whole block the policy's law follows, without its weight.
-    log_weight = jnp.where(accepted == k, 0.0, _at(log_w, accepted))
+    log_weight = jnp.where(accepted == k, 0.0, of_each(log_w, accepted))
     return _finish(drafts, accepted, log_p, log_q, log_weight, draws)
 
 

@@ -39,6 +39,7 @@ from specrl_jax.rollout.control import (
 from specrl_jax.rollout.rules import Match
 from specrl_jax.rollout.sampling import SamplingLaw
 from specrl_jax.rollout.verification import match
+from specrl_jax.training import costs as costs_module
 
 pytestmark = pytest.mark.ci
 PLAIN = Numerics(key_block=8)
@@ -263,6 +264,12 @@ def test_what_is_learned_of_candidates():
     assert changed.sum() == 3.0
     assert records[:, 2].tolist() == [3.0, 1.0, 0.0]
     np.testing.assert_allclose(forget(after).beside - control.beside, 0.95 * changed, rtol=1e-5)
+
+
+def test_a_cost_table_is_of_as_many_candidates():
+    one, two = trees(1), trees(2)
+    assert costs_module._described(one) == costs_module._described(engine_of(numerics=PLAIN))
+    assert costs_module._described(one) != costs_module._described(two)
 
 
 def test_a_single_row_has_a_round_for_candidates():

@@ -205,6 +205,27 @@ def test_fixed_and_adaptive_arms_decode_in_batches_of_the_same_sizes():
         assert ladder == (len(sizes) > 1) or rows == 1
 
 
+def test_trees_are_timed_beside_chains(monkeypatch, tmp_path):
+    argv = (
+        "--preset",
+        "smoke",
+        "--tokens",
+        4,
+        "--survival",
+        0,
+        "--branches",
+        2,
+        "--no-floors",
+        "--out",
+        tmp_path / "out",
+    )
+    run_script(monkeypatch, SCRIPTS["bench_rollout"], *argv)
+    rows = json.loads((tmp_path / "out" / "results.json").read_text())["rows"]
+    assert [row["draft_length"] for row in rows] == ["0", "2", "2, 2 branches", "adaptive", "adaptive, 2 branches"]
+    assert rows[4]["over_chains_low"] <= rows[4]["over_chains"] <= rows[4]["over_chains_high"]
+    assert not any("over_chains" in row for row in rows[:4])
+
+
 def test_rollouts_are_timed_at_a_small_shape(monkeypatch, tmp_path):
     out = tmp_path / "out"
     argv = ("--preset", "smoke", "--shape", "25m", "--tokens", 4, "--costs", tmp_path / "costs", "--out", out)

@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 from jax import lax
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from specrl_jax.drafters.protocol import ChainDrafter, Choice
 from specrl_jax.models.params import PolicyParams
@@ -49,6 +49,11 @@ from specrl_jax.rollout.trajectory import Trajectory
 from specrl_jax.rollout.verification import Proposed, of_each
 
 _CHUNK = 8  # unread pairs are read so many at a time
+
+
+def _chain_first(x: Shaped[Array, "r k c"]) -> Shaped[Array, "r ck"]:
+    """Drafts of a row in the order of its queries: the chain's, then what stands beside them."""
+    return x.swapaxes(1, 2).reshape(x.shape[0], -1)
 
 
 @struct.dataclass
@@ -88,9 +93,9 @@ class Dealt:
     @property
     def queries(self) -> Int[Array, "r k c"]:
         """Which query of its row each verified draft is: the newest token is query 0, then come the chain's."""
-        flat = self.taken.swapaxes(1, 2)
-        order = jnp.cumsum(flat.reshape(flat.shape[0], -1), axis=1, dtype=jnp.int32)
-        return order.reshape(flat.shape).swapaxes(1, 2)
+        rows, depth, candidates = self.taken.shape
+        order = jnp.cumsum(_chain_first(self.taken), axis=1, dtype=jnp.int32)
+        return order.reshape(rows, candidates, depth).swapaxes(1, 2)
 
 
 @dataclass(frozen=True)
@@ -251,9 +256,8 @@ class AdaptiveRound(Round):
         there, slots, own_slots = index < ends[-1], rows.length[row] + query, None
         offset, drafts = query, dealt.token[..., 0]
         if candidates > 1:
-            # A row's drafts in the order of their queries.
-            first = jnp.argsort(~dealt.taken.swapaxes(1, 2).reshape(live.shape[0], -1), axis=1, stable=True)[:, :most]
-            drafts = jnp.take_along_axis(dealt.token.swapaxes(1, 2).reshape(live.shape[0], -1), first, axis=1)
+            first = jnp.argsort(~_chain_first(dealt.taken), axis=1, stable=True)[:, :most]
+            drafts = jnp.take_along_axis(_chain_first(dealt.token), first, axis=1)
             offset = jnp.where(query > 0, 1 + (first % depth)[row, jnp.maximum(query - 1, 0)].astype(jnp.int32), 0)
             own_slots = jnp.where(there, slots, -1)
         tokens = jnp.concatenate([rows.last_token[:, None], drafts], axis=1)[row, query]

@@ -30,6 +30,7 @@ from jaxtyping import Array, Bool, Float, Int
 from specrl_jax.errors import InputError
 from specrl_jax.models.backend import backend
 from specrl_jax.parallel.sharding import sum_over_rows
+from specrl_jax.rollout.verification import of_each
 
 MOST_BODIES = 12  # each is compiled
 _MANY, _MANY_ON_A_CPU = 256, 64  # tokens of a round, beyond which more take their time
@@ -435,8 +436,8 @@ def learn(
     )
     tokens = accepted + 1
     if beside is not None:
-        at = jnp.minimum(accepted, confidence.shape[1] - 1)[:, None]
-        of_draft = jax.nn.one_hot(bin_of(jnp.take_along_axis(confidence, at, axis=1)[:, 0]), BINS)
+        refused = of_each(confidence, jnp.minimum(accepted, confidence.shape[1] - 1))
+        of_draft = jax.nn.one_hot(bin_of(refused), BINS)
         tried = jnp.where(counted, beside.tried, 0).astype(jnp.float32)
         hit = jnp.where(beside.accepted & (tried > 0), 1.0, 0.0)
         control = replace(control, beside=control.beside + jnp.stack([tried, hit]) @ of_draft)

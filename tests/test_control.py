@@ -236,6 +236,21 @@ def test_a_plan_stays_where_it_is_unless_another_body_is_clearly_better():
         assert [int(plan(seconds, 0).body), int(plan(seconds, 0).steps)] == ([0, 2] if stays else [1, 4])
 
 
+def test_drafts_that_do_not_pay_end_at_once_and_come_back_with_a_margin():
+    bodies, live, record = (Body(2, 2), Body(2, 4)), jnp.ones((2,), bool), jnp.full((2, 4), 100.0)
+
+    def chosen(drafting, now):
+        control = initial_control(np.array([1.0, drafting]))
+        return int(plan_round(control, bodies, 7, live, record, jnp.int32(0), jnp.int32(now)).body)
+
+    control = initial_control(np.ones(1))
+    plans = [plan_round(control, (body,), 7, live, record, jnp.int32(0), jnp.int32(-1)) for body in bodies]
+    even = float(plans[0].per_second / plans[1].per_second)  # seconds at which drafts cost what they save
+    assert [chosen(even * 1.01, now) for now in (0, 1)] == [0, 0]
+    assert [chosen(even / 1.01, now) for now in (0, 1)] == [0, 1]
+    assert [chosen(even / 1.03, now) for now in (0, 1)] == [1, 1]
+
+
 def test_the_choice_follows_costs_and_live_rows():
     bodies = default_bodies(16, 7)
     assert len(bodies) == 12

@@ -32,8 +32,8 @@ from specrl_jax.rollout.queue import Batch
 from specrl_jax.rollout.sampling import SamplingLaw
 
 _DEAR = 1e9  # seconds that no draft is worth
-_LEAST_TURNS, _MOST_TURNS, _BUDGET_S = 3, 15, 14.0  # turns of measuring, and what they may take
-_LEAST_ROUNDS, _MOST_ROUNDS = 2, 7  # of the longer of the two calls that tell what a round takes; the other makes one
+_LEAST_TURNS, _MOST_TURNS, _BUDGET_S = 3, 45, 16.0  # turns of measuring, and what they may take
+_ROUNDS = (1, 2)  # of the calls of a case in a turn
 
 Step = Callable[[Any, Any, Batch], Batch]
 
@@ -126,13 +126,13 @@ def _beside(params: PolicyParams) -> jax.sharding.Sharding:
 def measure_costs(engine: RolloutEngine, params: PolicyParams, draft: Any, rows: int, context: int) -> Control:
     """A controller with the measured seconds of every body of an adaptive engine for so many rows.
 
-    Every body is timed in turn at `context` tokens per row, as often as goes into 14 seconds, from 3 to 15 times: one
+    Every body is timed in turn at `context` tokens per row, as often as goes into 16 seconds, from 3 to 45 times: one
     that a noisy machine made look cheap would be chosen all along. What a draft step takes is told from rounds that
     make one and all of them, what a token in the cache costs from the shortest and the longest round of most rows with
     an eighth of the context. Compilation is not counted and not small: a program per number of rows.
     """
     bodies, longest = engine.config.bodies_for(rows), engine.config.draft_length
-    longer = max(engine.config.max_new_tokens, _MOST_ROUNDS * (1 + longest))  # no row ends while it is timed
+    longer = max(engine.config.max_new_tokens, max(_ROUNDS) * (1 + longest))  # no row ends while it is timed
     context = max(1, min(context, engine.policy.max_position_embeddings - longer - 1))
     config = replace(
         engine.config,
@@ -233,28 +233,29 @@ def _rounds_of(engine: RolloutEngine, bodies: tuple[Body, ...], context: int) ->
 
 
 def _seconds_per_round(calls: Sequence[Callable[[int], float]]) -> Float[np.ndarray, "n"]:
-    """Seconds of a round of each call, from calls with one round and with several.
+    """Seconds of a round of each call, from calls with one round and with two, in as many turns as there is time for.
+
+    Calls are short and turns many: a busy machine changes its pace slowly, so that long calls are no less noisy.
 
     A call takes time of its own (memory that it maps, weights that other calls pushed out of the processor's caches),
     which would make short rounds look dearer beside long ones than they are in a rollout. It is about the same for all:
-    their median is taken off the longer calls, so that what one case takes beyond another is told from these alone. As
-    many rounds and turns as the time is enough for.
+    the median of what one round takes beyond half of two is taken off.
     """
     start = time.perf_counter()
     for call in calls:
         call(1)
     # Processes that hold the weights together must call as often as one another.
     affordable = float(of_first(np.float32(_BUDGET_S / (time.perf_counter() - start))))
-    rounds = int(np.clip(affordable / _LEAST_TURNS - 1, _LEAST_ROUNDS, _MOST_ROUNDS))
-    turns = int(np.clip(affordable / (1 + rounds), _LEAST_TURNS, _MOST_TURNS))
-    taken = np.empty((2, turns, len(calls)))
+    turns = int(np.clip(affordable / sum(_ROUNDS), _LEAST_TURNS, _MOST_TURNS))
+    taken = np.empty((turns, len(calls), len(_ROUNDS)))
     for turn in range(turns):
         # In another order every turn, so that a machine that changes its pace favours no case.
         for case in np.random.default_rng(turn).permutation(len(calls)):
-            taken[:, turn, case] = calls[case](1), calls[case](rounds)
-    one, more = (_typical(of_calls) for of_calls in taken)
-    own = max(0.0, float(np.median(one - (more - one) / (rounds - 1))))
-    return np.maximum(more - own, 0.1 * more) / rounds  # noise must not make a round free
+            taken[turn, case] = [calls[case](rounds) for rounds in _ROUNDS]
+    one, two = _typical(taken.reshape(turns, -1)).reshape(len(calls), -1).T
+    own = max(0.0, float(np.median(2.0 * one - two)))
+    both = one + two
+    return np.maximum(both - len(_ROUNDS) * own, 0.1 * both) / sum(_ROUNDS)  # noise must not make a round free
 
 
 def _typical(taken: Float[np.ndarray, "turns cases"]) -> Float[np.ndarray, "cases"]:

@@ -249,6 +249,10 @@ def test_drafts_that_do_not_pay_end_at_once_and_come_back_with_a_margin():
     assert [chosen(even * 1.01, now) for now in (0, 1)] == [0, 0]
     assert [chosen(even / 1.01, now) for now in (0, 1)] == [0, 1]
     assert [chosen(even / 1.03, now) for now in (0, 1)] == [1, 1]
+    # Also where other drafts are a little better than none, and better than those of now by less than the margin.
+    three = (*bodies, Body(2, 4))
+    control = initial_control(np.array([1.0, even * 1.01, even / 1.005]))
+    assert int(plan_round(control, three, 7, live, record, jnp.int32(0), jnp.int32(1)).body) == 2
 
 
 def test_the_choice_follows_costs_and_live_rows():

@@ -48,7 +48,7 @@ _HOPE = (32.0, 0.9 * 32.0)
 _BELIEF = (np.full(BINS, 2.0), 2.0 * (np.arange(BINS) + 0.5) / BINS)  # two drafts of every confidence, judged by it
 _BELIEF_BESIDE = np.stack([np.full(BINS, 4.0), np.full(BINS, 1.0)])  # of four candidates beside a refused draft, one
 _MOST = 0.99  # no draft is taken to be surer
-_SWITCH = 0.02  # another body must cost so much less before it is planned, but for one that ends drafting
+_SWITCH = 0.02  # another body must cost so much less before it is planned, unless drafts of the current do not pay
 _PLANNED = 4.0  # rounds' worth of what is planned for a row, beside the tokens that it got of late
 
 
@@ -254,8 +254,8 @@ def plan_round(
     now: Int[Array, ""],
     able: Bool[Array, "r"] | None = None,
 ) -> Plan:
-    """The body of the fewest expected seconds per token; the current one unless another is better and has no drafts, or
-    is clearly better.
+    """The body of the fewest expected seconds per token; the current one unless another is clearly better, or it has
+    drafts and one without is better.
 
     Args:
         control, bodies, longest: cost table, what it is of, and drafts of a row at most.
@@ -280,9 +280,9 @@ def plan_round(
     wait = jnp.where(fits, rounds * seconds, jnp.inf)
     best = jnp.argmin(wait).astype(jnp.int32)
     # Speculation is never slower only if no margin keeps drafts that do not pay.
-    ends_drafting = (steps[best] == 0) & (steps[now] > 0)
-    margin = 1.0 + jnp.where(ends_drafting, 0.0, _SWITCH)
-    stay = (now >= 0) & (wait[now] <= wait[best] * margin) & fits[now]
+    idle = jnp.min(jnp.where(steps == 0, wait, jnp.inf))
+    pays = (steps[now] == 0) | (wait[now] <= idle)
+    stay = (now >= 0) & fits[now] & pays & (wait[now] <= wait[best] * (1.0 + _SWITCH))
     body = jnp.where(stay, now, best)
     return Plan(body, rounds[body] / seconds[body], steps[body], short)
 

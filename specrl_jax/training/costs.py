@@ -239,7 +239,7 @@ def _seconds_per_round(calls: Sequence[Callable[[int], float]]) -> Float[np.ndar
 
     A call takes time of its own (memory that it maps, weights that other calls pushed out of the processor's caches),
     which would make short rounds look dearer beside long ones than they are in a rollout. It is about the same for all:
-    the median of what one round takes beyond half of two is taken off.
+    what two calls with one round take beyond one with two, in the median, is taken off every call.
     """
     start = time.perf_counter()
     for call in calls:

@@ -64,13 +64,13 @@ def fixed(survival, token_price):
 
 def planned(survival, token_price, believed=None):
     """Price per token of the controller, who believes in a table of prices, in the rollouts after its first."""
-    believed = price_of([body.tokens for body in BODIES], token_price) if believed is None else believed
-    control, price, tokens = initial_control(believed), 0.0, 0
+    prices = price_of([body.tokens for body in BODIES], token_price)
+    control, price, tokens = initial_control(prices if believed is None else believed), 0.0, 0
     for seed in (SEEDS, *range(SEEDS)):
         taken = rollout_of(survival, LONGEST, adaptive=True)(seed, control)
         control = jax.tree.map(jnp.asarray, taken.control)
         if seed < SEEDS:
-            price += float(taken.stats.bodies @ price_of([body.tokens for body in BODIES], token_price))
+            price += float(taken.stats.bodies @ prices)
             tokens += int(taken.lengths.sum())
     return price / tokens
 

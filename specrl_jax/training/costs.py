@@ -33,7 +33,7 @@ from specrl_jax.rollout.sampling import SamplingLaw
 
 _DEAR = 1e9  # seconds that no draft is worth
 _LEAST_TURNS, _MOST_TURNS, _BUDGET_S = 3, 45, 16.0  # turns of measuring, and what they may take
-_ROUNDS = (1, 2)  # of the calls of a case in a turn
+_ROUNDS = (1, 2)  # of the calls of a case in a turn, which tell a call's own time from that of its rounds
 
 Step = Callable[[Any, Any, Batch], Batch]
 

@@ -1,16 +1,17 @@
 """Speculative rollouts against rollouts without, in seconds, on the same sequences.
 
-Arms, in turn: draft length 0, every fixed draft length and the controller (in chains, and in trees with `--branches`),
-and the controller with a random head (which can only lose). A batch is `sequences` responses through `rows` rows.
-With `--task` they are a policy's responses to real prompts, which end as they end; else prompts are random and
-lengths forced: long-tailed ones are exp(N(ln 64, 0.8)), fixed by the seed and clipped at 512. `speedup` is the median
-of paired ratios to draft length 0, with its 95% interval, `over_best_fixed` that of the controller to the fastest
-fixed draft length (0 included). `allowed` is what the floors (`bare_products.py`, measured in the same turns) allow at
-the lengths of this run and the acceptance of its longest fixed draft length (which synthetic acceptance continues),
-with the best draft length for every number of live rows, the same for all of them, after reading the prompts.
-`share_of_floor` is the controller's speed-up over that, by turn: median and 95% interval. `invariant_speedup` is that
-of the same arm in invariant numerics, over draft length 0 in plain ones (`--invariant`). `over_alike` is the
-controller to one that gives all rows as many drafts (`--alike`), `over_chains` that with trees to that with chains.
+Arms, in turn, with noise that is theirs in common and other in every turn: draft length 0, every fixed draft length and
+the controller (in chains, and in trees with `--branches`), and the controller with a random head (which can only lose).
+A batch is `sequences` responses through `rows` rows. With `--task` they are a policy's responses to real prompts, which
+end as they end; else prompts are random and lengths forced: long-tailed ones are exp(N(ln 64, 0.8)), fixed by the seed
+and clipped at 512. `speedup` is the median of paired ratios to draft length 0, with its 95% interval, `over_best_fixed`
+that of the controller to the fastest fixed draft length (0 included). `allowed` is what the floors (`bare_products.py`,
+measured in the same turns) allow at the lengths of a turn and the acceptance of the longest fixed draft length in all
+turns (which synthetic acceptance continues), with the best draft length for every number of live rows, the same for all
+of them, after reading the prompts. `share_of_floor` is the controller's speed-up over that, by turn: median and 95%
+interval. `invariant_speedup` is that of the same arm in invariant numerics, over draft length 0 in plain ones
+(`--invariant`). `over_alike` is the controller to one that gives all rows as many drafts (`--alike`), `over_chains`
+that with trees to that with chains.
 """
 
 import time
@@ -24,6 +25,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import tyro
+from jaxtyping import Array, UInt32
 
 from experiments.bare_products import allowed_speedup, floor_calls, floors_by_turn
 from experiments.bench_models import OneDevice, ShapeOptions, SyntheticMatch, open_expanded_or_small, parts_of
@@ -45,6 +47,7 @@ from specrl_jax.rollout.rules import Match, Rule
 from specrl_jax.rollout.trajectory import Trajectory
 from specrl_jax.training.costs import costs_at
 from specrl_jax.training.metrics import write_json
+from specrl_jax.training.sampling import concatenate
 from specrl_jax.training.speculation import response_metrics
 from specrl_jax.training.speed_plots import draw_speedups
 
@@ -133,30 +136,33 @@ PRESETS: dict[str, Mapping[str, Any]] = {
 
 @dataclass
 class Arm:
-    """A way to roll out, timed again and again; `figures` are those of its newest trajectory, `control` what it began
-    with."""
+    """A way to roll out, timed turn by turn with the noise keys of the turn.
+
+    control: what it began with. turns: what it wrote, on the host.
+    """
 
     engine: RolloutEngine
-    call: Callable[[], Trajectory]
-    last: Trajectory | None = None
+    roll_out: Callable[[UInt32[Array, "b 2"]], Trajectory]
+    keys: Callable[[int], UInt32[Array, "b 2"]]
     control: Control | None = None
+    turns: list[Trajectory] = field(default_factory=list)
 
     def __call__(self) -> float:
         """Seconds of one rollout."""
+        keys = jax.block_until_ready(self.keys(len(self.turns)))
         start = time.perf_counter()
-        self.last = jax.block_until_ready(self.call())
-        return time.perf_counter() - start
+        last = jax.block_until_ready(self.roll_out(keys))
+        seconds = time.perf_counter() - start
+        self.turns.append(jax.device_get(replace(last, control=None)))
+        return seconds
 
-    @property
-    def figures(self) -> dict[str, Any]:
-        """Lengths, entropy in nats per token, acceptance, and how often each body ran."""
-        last = jax.device_get(self.last)
-        assert last is not None
-        figures = response_metrics(last) | {"lengths": last.lengths}
-        if len(last.stats.bodies):
-            rows = self.engine.layout(*last.prompts.tokens.shape).rows
-            counts = zip(self.engine.config.bodies_for(rows), last.stats.bodies.tolist(), strict=True)
-            figures["bodies"] = " ".join(f"{body.rows}x{body.tokens}:{n}" for body, n in counts if n)
+    def figures(self, turns: int) -> dict[str, Any]:
+        """Entropy in nats per token, acceptance, and how often each body ran, in the last so many turns."""
+        all_of_them = concatenate(self.turns[-turns:])
+        figures, ran = response_metrics(all_of_them), all_of_them.stats.bodies.tolist()
+        if ran:
+            bodies = self.engine.config.bodies_for(self.engine.layout(*self.turns[-1].prompts.tokens.shape).rows)
+            figures["bodies"] = " ".join(f"{o.rows}x{o.tokens}:{n}" for o, n in zip(bodies, ran, strict=True) if n)
         return figures
 
 
@@ -189,25 +195,29 @@ def rollout_program(engine: RolloutEngine) -> Any:
     return jax.jit(engine.rollout)
 
 
+def keys_by_turn(work: Work, samples: int) -> Callable[[int], UInt32[Array, "b 2"]]:
+    """Noise of a turn: arms meet the same luck, turns do not."""
+    return lambda turn: noise_keys(work.prompts, samples, work.seed, turn)
+
+
 def fixed_arm(engine: RolloutEngine, pair: Pair, work: Work) -> Arm:
     """A fixed draft length."""
-    program = rollout_program(engine)
+    program, limits = rollout_program(engine), jnp.asarray(work.limits)
     draft = params_for(engine.drafter, pair.draft) if engine.speculative else None
-    keys = noise_keys(work.prompts, engine.config.samples_per_prompt, work.seed)
-    return Arm(engine, lambda: program(pair.params, draft, work.prompts, keys, jnp.asarray(work.limits)))
+    keys = keys_by_turn(work, engine.config.samples_per_prompt)
+    return Arm(engine, lambda keys: program(pair.params, draft, work.prompts, keys, limits), keys)
 
 
 def adaptive_arm(engine: RolloutEngine, pair: Pair, draft: Any, work: Work, control: Control | None) -> Arm:
     """The controller. Every rollout starts with what the one before learned, as in training."""
-    program = rollout_program(engine)
-    keys, state = noise_keys(work.prompts, engine.config.samples_per_prompt, work.seed), [control]
+    program, limits, state = rollout_program(engine), jnp.asarray(work.limits), [control]
 
-    def call() -> Trajectory:
-        trajectory = program(pair.params, draft, work.prompts, keys, jnp.asarray(work.limits), state[0])
+    def roll_out(keys: UInt32[Array, "b 2"]) -> Trajectory:
+        trajectory = program(pair.params, draft, work.prompts, keys, limits, state[0])
         state[0] = trajectory.control
         return trajectory
 
-    return Arm(engine, call, control=control)
+    return Arm(engine, roll_out, keys_by_turn(work, engine.config.samples_per_prompt), control)
 
 
 def random_head(draft: Any, seed: int) -> Any:
@@ -265,20 +275,22 @@ def measure(
         twins = {"0": fixed_arm(without, pair, work), "adaptive": controlled(INVARIANT, "invariant.")}
     named = {f"{name}, invariant": arm for name, arm in twins.items()}
     seconds = in_turn(arms | named | dict(floors), config.repeats, discard=2)
-    lengths = np.asarray(arms["0"].figures["lengths"])
-    best = min(fixed, key=lambda name: float(np.median(seconds[name])))
-    survivals = list(fixed[str(max(config.draft_lengths))].figures.get("survival_per_position", []))
+    lengths = [np.asarray(turn.lengths) for turn in arms["0"].turns[-config.repeats :]]
+    best = max(fixed, key=lambda name: float(np.median(seconds["0"] / seconds[name])))
+    figures = {name: arm.figures(config.repeats) for name, arm in arms.items()}
+    survivals = list(figures[str(max(config.draft_lengths))].get("survival_per_position", []))
     while survival and survivals and len(survivals) < config.longest:
         survivals.append(survivals[-1] * survival)
     read = int(jnp.sum(work.prompts.lengths))
-    allowed = np.array([allowed_speedup(floor, lengths, rows, survivals, read) for floor in floors_by_turn(seconds)])
+    turns = zip(floors_by_turn(seconds), lengths, strict=bool(floors))
+    allowed = np.array([allowed_speedup(floor, own, rows, survivals, read) for floor, own in turns])
     shared: dict[str, Any] = {
         "workload": config.work.task or ("synthetic" if survival else "random"),
         "branchy": config.work.branchy or None,
         "rows": rows,
-        "sequences": len(lengths),
+        "sequences": len(work.limits),
         "lengths": "natural" if config.work.task else config.lengths,
-        "longest_response": int(lengths.max()),
+        "longest_response": int(max(own.max() for own in lengths)),
         "prompt_tokens": int(work.prompts.tokens.shape[1]),
         "ladder": config.ladder,
         "drafts": config.drafts,
@@ -286,15 +298,14 @@ def measure(
         "synthetic_survival": survival or None,
     }
     table = []
-    for name, arm in arms.items():
-        typical = float(np.median(seconds[name]))
+    for name in arms:
         row: dict[str, Any] = shared | {
             "draft_length": name,
-            "seconds": typical,
-            "tokens_per_second": float(lengths.sum()) / typical,
+            "seconds": float(np.median(seconds[name])),
+            "tokens_per_second": float(np.median([own.sum() for own in lengths] / seconds[name])),
         }
         row |= ratio_columns("speedup", seconds["0"], seconds[name])
-        row |= {key: arm.figures.get(key) for key in ("acceptance_length", "entropy", "bodies")}
+        row |= {key: figures[name].get(key) for key in ("acceptance_length", "entropy", "bodies")}
         if name in twins:
             row |= ratio_columns("invariant_speedup", seconds["0"], seconds[f"{name}, invariant"])
         if name.endswith("random head"):

@@ -108,7 +108,7 @@ def measure(pair: Any, config: Config, rows: int, workload: str, seed: int) -> d
     seconds = in_turn(calls, config.repeats, discard=1)
     found = {0: Found(1.0, 1.0, 1.0, float(np.median(seconds["0"])))}
     for k in config.draft_lengths:
-        length = float(arms[str(k)].figures.get("acceptance_length", float("nan")))
+        length = float(arms[str(k)].figures(config.repeats).get("acceptance_length", float("nan")))
         whole = float(np.median(seconds["0"] / seconds[str(k)]))
         decoding = (seconds["0"] - seconds["reading"]) / np.maximum(seconds[str(k)] - seconds["reading"], 1e-9)
         found[k] = Found(length, whole, length / float(np.median(decoding)), float(np.median(seconds[str(k)])))

@@ -1,12 +1,12 @@
 """Where drafts should come from: every drafter beside the others, on the same prompts and with the same noise.
 
 For every seed an EAGLE-3 head, an MTP head and a block drafter are trained on the same rollouts of the policy. Then
-held-out prompts are answered twice. The first epoch is what suffix drafts may remember; the second is timed with every
-drafter, in turn: n-gram drafts (the text itself), suffix drafts (its siblings too; and the first epoch too), the heads,
-and EAGLE-3 with suffix drafts. Text drafters propose nothing where they find nothing; `tokens_per_forward` counts such
-rounds, the acceptance length does not. `speedup` is over no drafts, and `paid_back` the number of such rollouts after
-which it has made up for the training of the head, rollouts included. Means over seeds with 95% intervals; beside them
-NVIDIA's (arXiv 2604.26779, Qwen3-8B, three drafts: generation of RL-Zero and RL-Think).
+held-out prompts are answered again and again, with other noise. The first epoch is what suffix drafts may remember; the
+later ones are timed with every drafter, in turn: n-gram drafts (the text itself), suffix drafts (its siblings too; and
+the first epoch too), the heads, and EAGLE-3 with suffix drafts. Text drafters propose nothing where they find nothing;
+`tokens_per_forward` counts such rounds, the acceptance length does not. `speedup` is over no drafts, and `paid_back`
+the number of such rollouts after which it has made up for the training of the head, rollouts included. Means over seeds
+with 95% intervals; beside them NVIDIA's (arXiv 2604.26779, Qwen3-8B, three drafts: generation of RL-Zero and RL-Think).
 """
 
 from collections.abc import Mapping
@@ -38,6 +38,7 @@ from specrl_jax.rollout.config import RolloutConfig
 from specrl_jax.rollout.engine import RolloutEngine
 from specrl_jax.training.acceptance_plots import draw_acceptance_bars
 from specrl_jax.training.metrics import write_json
+from specrl_jax.training.sampling import concatenate
 from specrl_jax.training.speculation import acceptance_figures
 from specrl_jax.training.workloads import end_ids
 
@@ -129,14 +130,17 @@ def methods_of(heads: Mapping[str, Method], history: History) -> dict[str, Metho
 
 
 def arm_of(config: Config, model: Model, method: Method, prompts: Prompts, rows: int, epoch: int) -> Arm:
-    """A rollout of some prompts with the noise of an epoch."""
+    """Rollouts of some prompts, with the noise of `epoch` and those that follow."""
     law = config.law.law(end_ids(model.tokenizer))
     length = 0 if method.drafter is None else config.eval_draft_length
     settings = RolloutConfig(config.max_new_tokens, config.samples, length, law, rows=rows)
     engine = RolloutEngine(model.policy, settings, model.numerics, method.drafter)
-    keys = noise_keys(prompts, config.samples, config.run.seed, epoch)
     program = rollout_program(engine)
-    return Arm(engine, lambda: program(model.params, method.params, prompts, keys))
+    return Arm(
+        engine,
+        lambda keys: program(model.params, method.params, prompts, keys),
+        lambda turn: noise_keys(prompts, config.samples, config.run.seed, epoch + turn),
+    )
 
 
 def one_seed(config: Config, model: Model, heads: Mapping[str, HeadDrafter], work: Work, out: Path) -> list[dict]:
@@ -146,9 +150,10 @@ def one_seed(config: Config, model: Model, heads: Mapping[str, HeadDrafter], wor
     for rows in config.rows:
         count = max(1, min(len(prompts.lengths), -(-rows // config.samples)))
         own: Prompts = jax.tree.map(lambda x, count=count: x[:count], prompts)
-        earlier = arm_of(config, model, Method(None, None), own, rows, epoch=0).call()
+        earlier = arm_of(config, model, Method(None, None), own, rows, epoch=0)
+        _ = earlier()
         history = init_history(np.asarray(own.row_ids), config.samples, config.max_new_tokens)
-        history = jax.jit(remember)(history, own.row_ids, earlier.tokens, earlier.lengths)
+        history = jax.jit(remember)(history, own.row_ids, earlier.turns[0].tokens, earlier.turns[0].lengths)
         methods = methods_of(made, history)
         arms = {name: arm_of(config, model, method, own, rows, epoch=1) for name, method in methods.items()}
         seconds = in_turn(arms, config.repeats, discard=1)
@@ -157,7 +162,7 @@ def one_seed(config: Config, model: Model, heads: Mapping[str, HeadDrafter], wor
             row |= {"seconds": float(np.median(seconds[name])), "training_seconds": method.seconds}
             row |= {"speedup": float(np.median(seconds[NONE] / seconds[name])), "parameters": method.parameters}
             if method.drafter is not None:
-                row |= acceptance_figures(jax.device_get(arms[name].last))
+                row |= acceptance_figures(concatenate(arms[name].turns[-config.repeats :]))
             found.append(row)
     return found
 

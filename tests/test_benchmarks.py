@@ -10,11 +10,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from scripts import SCRIPTS, refusal, run_script
-from tiny import POLICY, random_eagle3
+from tiny import POLICY, random_eagle3, tiny_params, tiny_prompts
 
 from experiments import bench_rollout, draft_length
 from experiments.bare_products import Floors, allowed_speedup, floor_calls, floors_by_turn, live_rows
 from experiments.bench_models import ShapeOptions, SyntheticMatch, open_expanded
+from experiments.bench_work import Work
 from experiments.draft_length import Found
 from experiments.seeds import mean_over_seeds
 from experiments.turns import after_itself, in_turn, ratio
@@ -203,6 +204,23 @@ def test_fixed_and_adaptive_arms_decode_in_batches_of_the_same_sizes():
         sizes = {body.rows for body in adaptive.bodies_for(rows)}
         assert set(fixed.rungs(rows)) == sizes
         assert ladder == (len(sizes) > 1) or rows == 1
+
+
+def test_arms_meet_the_same_noise_in_a_turn_and_other_noise_in_the_next():
+    drafter, draft = random_eagle3()
+    pair = SimpleNamespace(policy=POLICY, params=tiny_params(), drafter=drafter, draft=draft)
+    work, config = Work(tiny_prompts(4), np.full(4, 12, np.int32), end_ids=(1,)), bench_rollout.Config()
+    engines = [bench_rollout.rollout_of(config, pair, work, 4, k, Match(), False) for k in (0, 3)]
+    without, drafting = (bench_rollout.fixed_arm(engine, pair, work) for engine in engines)
+    in_turn({"without": without, "drafting": drafting}, 2, discard=1)
+    for one, other in zip(without.turns, drafting.turns, strict=True):
+        np.testing.assert_array_equal(one.tokens, other.tokens)
+    assert len({turn.tokens.tobytes() for turn in drafting.turns}) == 3
+    # Figures are of the turns that counted, all of them.
+    counted, figures = drafting.turns[1:], drafting.figures(2)
+    rounds, accepted = (sum(int(getattr(turn.stats, name)) for turn in counted) for name in ("rounds", "accepted"))
+    assert figures["acceptance_length"] == 1.0 + accepted / rounds
+    assert figures["response_tokens"] == sum(int(turn.lengths.sum()) for turn in counted)
 
 
 def test_trees_are_timed_beside_chains(monkeypatch, tmp_path):

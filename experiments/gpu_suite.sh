@@ -2,7 +2,7 @@
 # Everything that a new accelerator should show, in under 8 minutes on one GPU: parity with transformers,
 # exactness of speculation, cost of a round, speed of rollouts and of GRPO steps.
 #
-#   experiments/gpu_suite.sh OUT          8B shape in bfloat16, expanded, 2,048 tokens of context
+#   experiments/gpu_suite.sh OUT          8B shape in bfloat16, expanded, 2,048 tokens of context (rounds: 16,384 too)
 #   experiments/gpu_suite.sh OUT toy      the same programs at toy size, on whatever is there
 set -euo pipefail
 
@@ -22,11 +22,11 @@ export JAX_PLATFORMS=${JAX_PLATFORMS:-$($python -c 'import jax; print(jax.defaul
 
 if [ "$size" = toy ]; then
     shape=(--shape 25m)
-    rows=(1 2) contexts=(32) lengths=(3) repeats=3 prompt=16 tokens=16 survival=(0.877)
+    rows=(1 2) contexts=(32) longer=(64) lengths=(3) repeats=3 prompt=16 tokens=16 survival=(0.877)
     trained=(--shape 25m --tokens 8 --repeats 3 --kl-coefs 0)
 else
     shape=(--shape "$size" --dtype bfloat16)
-    rows=(1 32) contexts=(2048) lengths=(3) repeats=5 prompt=2048 tokens=256 survival=(0.877)
+    rows=(1 32) contexts=(2048) longer=(8192 16384) lengths=(3) repeats=5 prompt=2048 tokens=256 survival=(0.877)
     # Adam's moments of 8B parameters would leave no room for their step on one GPU.
     trained=(--shape 1.7b --dtype bfloat16 --repeats 5 --kl-coefs 0)
 fi
@@ -64,6 +64,11 @@ step "rollouts" \
     --out "$out/rollout"
 
 step "GRPO steps" $python -m experiments.bench_step "${trained[@]}" --out "$out/step"
+
+# Last, so that nothing else is lost where time runs out.
+step "cost of a round of one row in longer contexts" \
+    $python -m experiments.bench_round_cost "${shape[@]}" --rows 1 --contexts "${longer[@]}" \
+    --draft-lengths "${lengths[@]}" --no-parts --repeats "$repeats" --out "$out/round_cost_longer"
 
 printf '\n== done (%ss)\n' "$SECONDS"
 exit $failed

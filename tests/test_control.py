@@ -74,9 +74,12 @@ def test_a_draft_is_worth_what_it_adds_to_those_that_are_verified():
     control = initial_control(np.ones(1))
     none, token = jnp.zeros((2, 4), jnp.float32), jnp.array([0.5, 0.25])
 
-    def worth(survival, budget, *prices):
+    def worth(survival, budgets, *prices):
+        # All bodies have drafts, of which none saves enough for any but the first.
         drafted, prices = none.at[:, :2].set(jnp.array(survival, jnp.float32)), map(jnp.float32, prices)
-        return bool(worth_another_step(control, drafted[..., None], token, jnp.int32(2), jnp.int32(budget), *prices))
+        dear = jnp.where(jnp.arange(len(budgets)) > 0, 9.0, 0.0)
+        budgets = jnp.array(budgets, jnp.int32)
+        return bool(worth_another_step(control, drafted[..., None], token, jnp.int32(2), budgets, dear, *prices))
 
     acceptance = float(overall_acceptance(control))  # at every depth, since nothing was learned
     even, uneven = [[0.8, 0.6], [0.8, 0.6]], [[0.9, 0.9], [0.3, 0.05]]
@@ -84,12 +87,15 @@ def test_a_draft_is_worth_what_it_adds_to_those_that_are_verified():
     # Of four drafts the first row's third takes the place of the other's second.
     instead = 0.5 * 0.9 * acceptance - 0.25 * 0.05
     for factor, worthwhile in ((0.99, True), (1.01, False)):
-        assert worth(even, 8, factor * third.sum(), 0.0) == worthwhile
-        assert worth(even, 5, factor * third[0], 0.0) == worthwhile
-        assert worth(uneven, 4, factor * instead, 0.0) == worthwhile
+        assert worth(even, (8,), factor * third.sum(), 0.0) == worthwhile
+        assert worth(even, (5,), factor * third[0], 0.0) == worthwhile
+        assert worth(uneven, (4,), factor * instead, 0.0) == worthwhile
         # Where a token has its price too, only the first row's is worth it.
-        assert worth(even, 8, factor * 0.1 * third[0], 0.9 * third[0]) == worthwhile
-    assert not worth([[0.8, 0.6], [0.8, 0.6]], 2, 0.0, 0.0)
+        assert worth(even, (4, 8), factor * 0.1 * third[0], 0.9 * third[0]) == worthwhile
+        # It has none where the body that will verify the four has room; half of it where there is room for one of two.
+        assert worth(even, (6, 8), factor * third.sum(), 0.9 * third[0]) == worthwhile
+        assert worth(even, (5, 8), factor * (third.sum() - 0.4 * third[1]), 0.4 * third[1]) == worthwhile
+    assert not worth([[0.8, 0.6], [0.8, 0.6]], (2,), 0.0, 0.0)
 
 
 def test_a_round_is_as_long_as_its_drafts_are_sure():
@@ -199,6 +205,8 @@ def test_default_bodies_serve_any_number_of_rows():
         assert Body(rows, rows * (1 + longest)) in bodies or (len(bodies) == 12 and rows * (1 + longest) > many)
         assert all(body.rows <= body.tokens <= body.rows * (1 + longest) for body in bodies)
         RolloutConfig(8, 1, longest, SamplingLaw(end_ids=(1,)), adaptive=True).bodies_for(rows)
+    assert [body.tokens for body in default_bodies(1, 7)] == [1, 2, 4, 8]
+    assert [body.tokens for body in default_bodies(1, 8)] == [1, 2, 4, 8, 9]
     assert Body(8, 8) in default_bodies(16, 3)
     # Of very many rows most drafts are left out in its place.
     assert {Body(64, 512), Body(32, 32)} & set(default_bodies(64, 7)) == {Body(32, 32)}

@@ -24,7 +24,7 @@ def test_every_part_runs_and_writes_its_results(tmp_path):
     assert "FAILED" not in done.stdout
     assert " passed" in (out / "parity.txt").read_text()
     assert json.loads((out / "losslessness" / "results.json").read_text())["rows"]
-    for part in ("round_cost", "rollout", "step"):
+    for part in ("round_cost", "rollout", "step", "round_cost_longer"):
         rows = json.loads((out / part / "results.json").read_text())["rows"]
         assert all(row["commit"] and row["device"] for row in rows)
 

@@ -197,7 +197,8 @@ class AdaptiveRound(Round):
         drafter, embed, depth = self.chain_drafter, params.embed, self.depth(bodies)
         choose, begun = self._chooser(rows), self.no_drafts(live.shape[0], bodies)
         count = jnp.sum(live, dtype=jnp.int32)
-        budget = max(body.tokens for _, body in bodies) - count
+        budgets = jnp.array([body.tokens for _, body in bodies], jnp.int32) - count
+        prices = plan.per_second * plan.seconds[jnp.array([index for index, _ in bodies], jnp.int32)]
         room = jnp.where(live, rows.limit - 1 - rows.emitted, 0)
         assert rows.record is not None
         worth = worth_of_tokens(control, depth, plan.steps, live, rows.record)
@@ -218,7 +219,7 @@ class AdaptiveRound(Round):
 
         def more(state: Any) -> Bool[Array, ""]:
             step, _, _, _, survival = state
-            pays = worth_another_step(control, survival, worth, step, budget, step_price, token_price)
+            pays = worth_another_step(control, survival, worth, step, budgets, prices, step_price, token_price)
             return (step < depth) & pays
 
         def another(state: Any) -> Any:

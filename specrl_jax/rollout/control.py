@@ -72,8 +72,9 @@ class Body:
 def default_bodies(rows: int, longest: int, branches: int = 1) -> tuple[Body, ...]:
     """Of all rows, a half, a quarter and a sixteenth of them, or of four rows and fewer all and one.
 
-    With more than one candidate below a node, of four rows and fewer a single one has a body with candidates beside
-    half of its drafts.
+    A single row's tokens double from body to body: processors take them in tiles, so that six cost what eight do, and
+    every further body is one more that a noisy cost table can favour. With more than one candidate below a node, of
+    four rows and fewer a single one has a body with candidates beside half of its drafts.
     Long-tailed responses leave few rows live for long: sizes that follow them pay more than finer numbers of drafts.
     Where that makes more than `MOST_BODIES`, one is left out: most drafts of all rows where these are more tokens than
     pay (`_MANY`; a row then has at most twice an even share of the next smaller body), else the half without drafts:
@@ -81,8 +82,8 @@ def default_bodies(rows: int, longest: int, branches: int = 1) -> tuple[Body, ..
     """
     shares: dict[int, tuple[int, ...]]
     if rows <= 4:
-        few = (0, 1, 2, 3, 5, longest)
-        shares = {rows: few, 1: few if branches == 1 else (0, 1, 3, 5, longest)}
+        doubled = (2**i - 1 for i in range(longest.bit_length()))
+        shares = {rows: (0, 1, 2, 3, 5, longest), 1: (*doubled, longest)}
     else:
         parts = {1: (0, 1, 3, longest), 2: (0, 1, 3), 4: (0, 1, 3), 16: (0, 3, longest)}
         shares = {-(-rows // part): own for part, own in parts.items()}
@@ -237,10 +238,10 @@ def _best(worth: Float[Array, "..."]) -> Float[Array, "n"]:
     return jnp.cumsum(-jnp.sort(-worth.reshape(-1)))
 
 
-def _of_best(best: Float[Array, "n"], drafts: Int[Array, ""]) -> Float[Array, ""]:
-    """Entry of `_best` for so many drafts; no drafts are worth nothing."""
+def _of_best(best: Float[Array, "n"], drafts: Int[Array, "*b"]) -> Float[Array, "*b"]:
+    """Entries of `_best` for so many drafts; no drafts are worth nothing."""
     if not best.shape[0]:
-        return jnp.float32(0.0)
+        return jnp.zeros(drafts.shape, jnp.float32)
     return jnp.where(drafts > 0, best.at[drafts - 1].get(mode="clip"), 0.0)
 
 
@@ -317,28 +318,34 @@ def worth_another_step(
     survival: Float[Array, "r k c"],
     worth: Float[Array, "r"],
     step: Int[Array, ""],
-    budget: Int[Array, ""],
+    budgets: Int[Array, "n"],
+    prices: Float[Array, "n"],
     step_price: Float[Array, ""],
     token_price: Float[Array, ""],
 ) -> Bool[Array, ""]:
     """Whether one more draft of every row, after `step` of them, is worth its time.
 
-    The next drafts survive a little less than the last. Of all drafts no more than `budget` are verified, the best, and
-    only those that are worth it, so that the next ones are worth what they add to these.
+    The next drafts survive a little less than the last. Of all drafts no more than the largest budget are verified, the
+    best, and only those that are worth it, so that the next ones are worth what they add to these. Those for which the
+    body that would verify the drafts so far has room left cost nothing to verify.
 
     Args:
         survival: of drafts and of what stands beside them, 0 for those not made. worth: of a token of each row
             (`worth_of_tokens`).
+        budgets: drafts that each body with drafts has room for, of as many rows. prices: what its time must save.
         step_price, token_price: what another step, and a token more to verify, must save.
     """
     acceptance = overall_acceptance(control) * depth_factor(control, step)
     after = jnp.minimum(acceptance, _MOST) * survival[:, step - 1, 0]
-    made = survival.reshape(survival.shape[0], -1)
-    saved = worth[:, None] * jnp.concatenate([made, after[:, None]], axis=1) - token_price
-    saved = jnp.maximum(saved, 0.0)
-    drafted, further = saved[:, :-1].reshape(-1), saved[:, -1]
-    kept = jnp.sort(-jnp.concatenate([drafted, further]))[: drafted.shape[0]] - jnp.sort(-drafted)
-    gain = -jnp.sum(jnp.where(jnp.arange(kept.shape[0], dtype=jnp.int32) < budget, kept, 0.0))
+    made = -jnp.sort(-(worth[:, None] * survival.reshape(survival.shape[0], -1)).reshape(-1))
+    best = jnp.cumsum(made)
+    chosen = jnp.argmax(_of_best(best, budgets) - prices)
+    left = jnp.maximum(budgets[chosen] - jnp.sum(made > 0.0, dtype=jnp.int32), 0).astype(jnp.float32)
+    new = jnp.maximum(jnp.sum(after > 0.0, dtype=jnp.float32), 1.0)
+    paid = token_price * jnp.maximum(1.0 - left / new, 0.0)
+    drafted, further = jnp.maximum(made - token_price, 0.0), jnp.maximum(worth * after - paid, 0.0)
+    kept = -jnp.sort(-jnp.concatenate([drafted, further]))[: drafted.shape[0]] - drafted
+    gain = jnp.sum(jnp.where(jnp.arange(kept.shape[0], dtype=jnp.int32) < jnp.max(budgets), kept, 0.0))
     return gain > step_price
 
 

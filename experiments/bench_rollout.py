@@ -157,7 +157,7 @@ class Arm:
         return seconds
 
     def figures(self, turns: int) -> dict[str, Any]:
-        """Entropy in nats per token, acceptance, and how often each body ran, in the last so many turns."""
+        """Entropy in nats per token, acceptance, and how often each body ran, in all of the last so many turns."""
         all_of_them = concatenate(self.turns[-turns:])
         figures, ran = response_metrics(all_of_them), all_of_them.stats.bodies.tolist()
         if ran:

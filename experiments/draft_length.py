@@ -30,6 +30,7 @@ from specrl_jax.errors import InputError
 from specrl_jax.rollout.engine import RolloutEngine
 from specrl_jax.rollout.rules import Match
 from specrl_jax.training.metrics import write_json
+from specrl_jax.training.speculation import speculation_metrics
 from specrl_jax.training.speed_plots import draw_draft_lengths
 
 SCRIPT = "draft_length"
@@ -108,10 +109,13 @@ def measure(pair: Any, config: Config, rows: int, workload: str, seed: int) -> d
     seconds = in_turn(calls, config.repeats, discard=1)
     found = {0: Found(1.0, 1.0, 1.0, float(np.median(seconds["0"])))}
     for k in config.draft_lengths:
-        length = float(arms[str(k)].figures(config.repeats).get("acceptance_length", float("nan")))
+        turns = [speculation_metrics(turn.stats) for turn in arms[str(k)].turns[-config.repeats :]]
+        lengths = np.array([turn.get("acceptance_length", np.nan) for turn in turns])
         whole = float(np.median(seconds["0"] / seconds[str(k)]))
         decoding = (seconds["0"] - seconds["reading"]) / np.maximum(seconds[str(k)] - seconds["reading"], 1e-9)
-        found[k] = Found(length, whole, length / float(np.median(decoding)), float(np.median(seconds[str(k)])))
+        round_cost, typical = float(np.median(lengths / decoding)), float(np.median(seconds[str(k)]))
+        length = float(arms[str(k)].figures(config.repeats).get("acceptance_length", float("nan")))
+        found[k] = Found(length, whole, round_cost, typical)
     return found
 
 

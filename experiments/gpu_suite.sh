@@ -2,7 +2,7 @@
 # Everything that a new accelerator should show, in under 8 minutes on one GPU: parity with transformers,
 # exactness of speculation, cost of a round, speed of rollouts and of GRPO steps.
 #
-#   experiments/gpu_suite.sh OUT          8B shape in bfloat16, expanded, 2,048 tokens of context (rounds: 16,384 too)
+#   experiments/gpu_suite.sh OUT          8B shape in bfloat16, expanded, 2,048 tokens of context (rounds: to 16,384)
 #   experiments/gpu_suite.sh OUT toy      the same programs at toy size, on whatever is there
 set -euo pipefail
 

@@ -24,7 +24,7 @@ from specrl_jax.models.tree import Tree
 from specrl_jax.rollout import adaptive as adaptive_module
 from specrl_jax.rollout import round as round_module
 from specrl_jax.rollout.adaptive import Dealt, beside
-from specrl_jax.rollout.config import RolloutConfig
+from specrl_jax.rollout.config import MOST_BESIDE, RolloutConfig
 from specrl_jax.rollout.control import (
     BINS,
     Beside,
@@ -275,7 +275,9 @@ def test_a_cost_table_is_of_as_many_candidates():
 def test_a_single_row_has_a_round_for_candidates():
     assert default_bodies(1, 7, 2)[-1] == Body(1, 11)
     assert default_bodies(1, 7)[-1] == Body(1, 8)
-    for rows, longest, branches in itertools.product(range(1, 70), (1, 2, 3, 7), (2, 3)):
+    for rows, longest, branches in itertools.product(range(1, 70), (1, 2, 3, 7, 10, 16), (2, 3)):
+        if longest * branches > MOST_BESIDE:
+            continue
         config = RolloutConfig(8, 1, longest, SamplingLaw(end_ids=(1,)), Match(branches=branches), adaptive=True)
         assert len(config.bodies_for(rows)) <= 12
 

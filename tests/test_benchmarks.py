@@ -212,9 +212,13 @@ def test_arms_meet_the_same_noise_in_a_turn_and_other_noise_in_the_next():
     work, config = Work(tiny_prompts(4), np.full(4, 12, np.int32), end_ids=(1,)), bench_rollout.Config()
     engines = [bench_rollout.rollout_of(config, pair, work, 4, k, Match(), False) for k in (0, 3)]
     without, drafting = (bench_rollout.fixed_arm(engine, pair, work) for engine in engines)
-    in_turn({"without": without, "drafting": drafting}, 2, discard=1)
-    for one, other in zip(without.turns, drafting.turns, strict=True):
-        np.testing.assert_array_equal(one.tokens, other.tokens)
+    chosen = bench_rollout.rollout_of(config, pair, work, 4, 3, Match(), True)
+    control = initial_control(np.ones(len(chosen.config.bodies_for(4))))
+    adaptive = bench_rollout.adaptive_arm(chosen, pair, draft, work, control)
+    in_turn({"without": without, "drafting": drafting, "adaptive": adaptive}, 2, discard=1)
+    for one, *others in zip(without.turns, drafting.turns, adaptive.turns, strict=True):
+        for other in others:
+            np.testing.assert_array_equal(one.tokens, other.tokens)
     assert len({turn.tokens.tobytes() for turn in drafting.turns}) == 3
     # Figures are of the turns that counted, all of them.
     counted, figures = drafting.turns[1:], drafting.figures(2)

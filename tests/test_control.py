@@ -22,6 +22,7 @@ from specrl_jax.rollout.control import (
     learn,
     overall_acceptance,
     plan_round,
+    room_left,
     seconds_per_token,
     share,
     worth_another_step,
@@ -74,12 +75,10 @@ def test_a_draft_is_worth_what_it_adds_to_those_that_are_verified():
     control = initial_control(np.ones(1))
     none, token = jnp.zeros((2, 4), jnp.float32), jnp.array([0.5, 0.25])
 
-    def worth(survival, budgets, *prices):
-        # All bodies have drafts, of which none saves enough for any but the first.
+    def worth(survival, budget, *prices, left=0):
         drafted, prices = none.at[:, :2].set(jnp.array(survival, jnp.float32)), map(jnp.float32, prices)
-        dear = jnp.where(jnp.arange(len(budgets)) > 0, 9.0, 0.0)
-        budgets = jnp.array(budgets, jnp.int32)
-        return bool(worth_another_step(control, drafted[..., None], token, jnp.int32(2), budgets, dear, *prices))
+        rooms = jnp.int32(budget), jnp.int32(left)
+        return bool(worth_another_step(control, drafted[..., None], token, jnp.int32(2), *rooms, *prices))
 
     acceptance = float(overall_acceptance(control))  # at every depth, since nothing was learned
     even, uneven = [[0.8, 0.6], [0.8, 0.6]], [[0.9, 0.9], [0.3, 0.05]]
@@ -87,15 +86,27 @@ def test_a_draft_is_worth_what_it_adds_to_those_that_are_verified():
     # Of four drafts the first row's third takes the place of the other's second.
     instead = 0.5 * 0.9 * acceptance - 0.25 * 0.05
     for factor, worthwhile in ((0.99, True), (1.01, False)):
-        assert worth(even, (8,), factor * third.sum(), 0.0) == worthwhile
-        assert worth(even, (5,), factor * third[0], 0.0) == worthwhile
-        assert worth(uneven, (4,), factor * instead, 0.0) == worthwhile
+        assert worth(even, 8, factor * third.sum(), 0.0) == worthwhile
+        assert worth(even, 5, factor * third[0], 0.0) == worthwhile
+        assert worth(uneven, 4, factor * instead, 0.0) == worthwhile
         # Where a token has its price too, only the first row's is worth it.
-        assert worth(even, (4, 8), factor * 0.1 * third[0], 0.9 * third[0]) == worthwhile
-        # It has none where the body that will verify the four has room; half of it where there is room for one of two.
-        assert worth(even, (6, 8), factor * third.sum(), 0.9 * third[0]) == worthwhile
-        assert worth(even, (5, 8), factor * (third.sum() - 0.4 * third[1]), 0.4 * third[1]) == worthwhile
-    assert not worth([[0.8, 0.6], [0.8, 0.6]], (2,), 0.0, 0.0)
+        assert worth(even, 8, factor * 0.1 * third[0], 0.9 * third[0]) == worthwhile
+        # It has none for as many as the body has room for anyway, the best.
+        for left in (2, 9):
+            assert worth(even, 8, factor * third.sum(), 0.9 * third[0], left=left) == worthwhile
+        assert worth(even, 8, factor * third[0], 0.9 * third[0], left=1) == worthwhile
+    assert not worth([[0.8, 0.6], [0.8, 0.6]], 2, 0.0, 0.0)
+
+
+def test_what_a_body_has_room_for_is_counted_to_its_depth():
+    bodies = ((2, Body(4, 8)), (5, Body(4, 16)))  # of depths 2 and 6
+    worth = jnp.zeros((4, 7, 2)).at[:2, :2, 0].set(0.5).at[0, 0, 1].set(0.1)
+    # Two live rows of four, with two drafts each and one candidate beside.
+    for chosen, step, expected in ((2, 2, 0), (5, 2, 9), (2, 1, 1), (5, 6, 0)):
+        assert int(room_left(bodies, 7, worth, jnp.int32(step), jnp.int32(2), jnp.int32(chosen))) == expected
+    deeper = worth.at[0, 2, 0].set(0.4)
+    assert int(room_left(bodies, 7, deeper, jnp.int32(1), jnp.int32(2), jnp.int32(2))) == 1
+    assert int(room_left(bodies, 7, jnp.ones((4, 7, 2)), jnp.int32(1), jnp.int32(2), jnp.int32(5))) == 0
 
 
 def test_a_round_is_as_long_as_its_drafts_are_sure():
@@ -196,12 +207,13 @@ def test_what_is_in_the_cache_makes_rounds_dearer_by_what_they_read():
 
 
 def test_default_bodies_serve_any_number_of_rows():
-    sizes, platforms = ((*range(1, 34), 64, 512), (1, 2, 3, 5, 7, 15)), (("cpu", 64), ("gpu", 256))
+    sizes, platforms = ((*range(1, 34), 64, 512), (1, 2, 3, 5, 7, 15, 16, 32)), (("cpu", 64), ("gpu", 256))
     for rows, longest, (platform, many) in itertools.product(*sizes, platforms):
         with made_for(platform):
             bodies = default_bodies(rows, longest)
         assert len(set(bodies)) == len(bodies) <= 12
         assert Body(rows, rows) in bodies
+        assert Body(1, 1) in bodies or rows > 4
         assert Body(rows, rows * (1 + longest)) in bodies or (len(bodies) == 12 and rows * (1 + longest) > many)
         assert all(body.rows <= body.tokens <= body.rows * (1 + longest) for body in bodies)
         RolloutConfig(8, 1, longest, SamplingLaw(end_ids=(1,)), adaptive=True).bodies_for(rows)

@@ -32,9 +32,11 @@ from specrl_jax.rollout.control import (
     Control,
     Plan,
     allocate,
+    best_verified,
     chances,
     fade,
     learn,
+    room_left,
     seconds_per_token,
     share,
     worth_another_step,
@@ -197,8 +199,7 @@ class AdaptiveRound(Round):
         drafter, embed, depth = self.chain_drafter, params.embed, self.depth(bodies)
         choose, begun = self._chooser(rows), self.no_drafts(live.shape[0], bodies)
         count = jnp.sum(live, dtype=jnp.int32)
-        budgets = jnp.array([body.tokens for _, body in bodies], jnp.int32) - count
-        prices = plan.per_second * plan.seconds[jnp.array([index for index, _ in bodies], jnp.int32)]
+        budget = max(body.tokens for _, body in bodies) - count
         room = jnp.where(live, rows.limit - 1 - rows.emitted, 0)
         assert rows.record is not None
         worth = worth_of_tokens(control, depth, plan.steps, live, rows.record)
@@ -219,7 +220,10 @@ class AdaptiveRound(Round):
 
         def more(state: Any) -> Bool[Array, ""]:
             step, _, _, _, survival = state
-            pays = worth_another_step(control, survival, worth, step, budgets, prices, step_price, token_price)
+            made, longest = worth[:, None, None] * survival, self.config.draft_length
+            chosen = best_verified(plan.seconds, bodies, longest, made, count, plan.per_second, self.config.per_row)
+            left = room_left(bodies, longest, made, step, count, chosen)
+            pays = worth_another_step(control, survival, worth, step, budget, left, step_price, token_price)
             return (step < depth) & pays
 
         def another(state: Any) -> Any:

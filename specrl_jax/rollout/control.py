@@ -72,9 +72,9 @@ class Body:
 def default_bodies(rows: int, longest: int, branches: int = 1) -> tuple[Body, ...]:
     """Of all rows, a half, a quarter and a sixteenth of them, or of four rows and fewer all and one.
 
-    A single row's tokens double from body to body: processors take them in tiles, so that six cost what eight do, and
-    every further body is one more that a noisy cost table can favour. With more than one candidate below a node, of
-    four rows and fewer a single one has a body with candidates beside half of its drafts.
+    A single row's tokens double from body to body, up to eight: processors take them in tiles, so that six cost what
+    eight do, and every further body is one more that a noisy cost table can favour. With more than one candidate below
+    a node, of four rows and fewer a single one has a body with candidates beside half of its drafts.
     Long-tailed responses leave few rows live for long: sizes that follow them pay more than finer numbers of drafts.
     Where that makes more than `MOST_BODIES`, one is left out: most drafts of all rows where these are more tokens than
     pay (`_MANY`; a row then has at most twice an even share of the next smaller body), else the half without drafts:
@@ -82,7 +82,7 @@ def default_bodies(rows: int, longest: int, branches: int = 1) -> tuple[Body, ..
     """
     shares: dict[int, tuple[int, ...]]
     if rows <= 4:
-        doubled = (2**i - 1 for i in range(longest.bit_length()))
+        doubled = (2**i - 1 for i in range(min(4, longest.bit_length())))
         shares = {rows: (0, 1, 2, 3, 5, longest), 1: (*doubled, longest)}
     else:
         parts = {1: (0, 1, 3, longest), 2: (0, 1, 3), 4: (0, 1, 3), 16: (0, 3, longest)}
@@ -318,34 +318,28 @@ def worth_another_step(
     survival: Float[Array, "r k c"],
     worth: Float[Array, "r"],
     step: Int[Array, ""],
-    budgets: Int[Array, "n"],
-    prices: Float[Array, "n"],
+    budget: Int[Array, ""],
+    left: Int[Array, ""],
     step_price: Float[Array, ""],
     token_price: Float[Array, ""],
 ) -> Bool[Array, ""]:
     """Whether one more draft of every row, after `step` of them, is worth its time.
 
-    The next drafts survive a little less than the last. Of all drafts no more than the largest budget are verified, the
-    best, and only those that are worth it, so that the next ones are worth what they add to these. Those for which the
-    body that would verify the drafts so far has room left cost nothing to verify.
+    The next drafts survive a little less than the last. Of all drafts no more than `budget` are verified, the best, and
+    only those that are worth it, so that the next ones are worth what they add to these.
 
     Args:
         survival: of drafts and of what stands beside them, 0 for those not made. worth: of a token of each row
-            (`worth_of_tokens`).
-        budgets: drafts that each body with drafts has room for, of as many rows. prices: what its time must save.
+            (`worth_of_tokens`). left: next drafts that cost nothing to verify (`room_left`).
         step_price, token_price: what another step, and a token more to verify, must save.
     """
     acceptance = overall_acceptance(control) * depth_factor(control, step)
-    after = jnp.minimum(acceptance, _MOST) * survival[:, step - 1, 0]
-    made = -jnp.sort(-(worth[:, None] * survival.reshape(survival.shape[0], -1)).reshape(-1))
-    best = jnp.cumsum(made)
-    chosen = jnp.argmax(_of_best(best, budgets) - prices)
-    left = jnp.maximum(budgets[chosen] - jnp.sum(made > 0.0, dtype=jnp.int32), 0).astype(jnp.float32)
-    new = jnp.maximum(jnp.sum(after > 0.0, dtype=jnp.float32), 1.0)
-    paid = token_price * jnp.maximum(1.0 - left / new, 0.0)
-    drafted, further = jnp.maximum(made - token_price, 0.0), jnp.maximum(worth * after - paid, 0.0)
-    kept = -jnp.sort(-jnp.concatenate([drafted, further]))[: drafted.shape[0]] - drafted
-    gain = jnp.sum(jnp.where(jnp.arange(kept.shape[0], dtype=jnp.int32) < jnp.max(budgets), kept, 0.0))
+    after = -jnp.sort(-worth * jnp.minimum(acceptance, _MOST) * survival[:, step - 1, 0])
+    paid = jnp.where(jnp.arange(after.shape[0], dtype=jnp.int32) < left, 0.0, token_price)
+    made = (worth[:, None] * survival.reshape(survival.shape[0], -1)).reshape(-1)
+    drafted, further = jnp.maximum(made - token_price, 0.0), jnp.maximum(after - paid, 0.0)
+    kept = jnp.sort(-jnp.concatenate([drafted, further]))[: drafted.shape[0]] - jnp.sort(-drafted)
+    gain = -jnp.sum(jnp.where(jnp.arange(kept.shape[0], dtype=jnp.int32) < budget, kept, 0.0))
     return gain > step_price
 
 
@@ -378,6 +372,26 @@ def best_verified(
 
     gains = jnp.stack([gain(index, body) for index, body in bodies])
     return jnp.array([index for index, _ in bodies], jnp.int32)[jnp.argmax(gains)]
+
+
+def room_left(
+    bodies: Sequence[tuple[int, Body]],
+    longest: int,
+    worth: Float[Array, "r k c"],
+    step: Int[Array, ""],
+    count: Int[Array, ""],
+    chosen: Int[Array, ""],
+) -> Int[Array, ""]:
+    """Drafts more, after `step` of every row, that the chosen body (`best_verified`) reads in the time that it takes.
+
+    All that are made take room, doubtful ones too.
+    """
+    number = jnp.argmax(jnp.array([index for index, _ in bodies], jnp.int32) == chosen)
+    depth = jnp.array([body.depth(longest) for _, body in bodies], jnp.int32)[number]
+    tokens = jnp.array([body.tokens for _, body in bodies], jnp.int32)[number]
+    reached = jnp.arange(worth.shape[1], dtype=jnp.int32)[None, :, None] < depth
+    taken = jnp.sum((worth > 0.0) & reached, dtype=jnp.int32)
+    return jnp.where(step < depth, jnp.maximum(tokens - count - taken, 0), 0)
 
 
 def allocate(worth: Float[Array, "r k c"], budget: Int[Array, ""]) -> Bool[Array, "r k c"]:

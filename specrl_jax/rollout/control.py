@@ -238,10 +238,10 @@ def _best(worth: Float[Array, "..."]) -> Float[Array, "n"]:
     return jnp.cumsum(-jnp.sort(-worth.reshape(-1)))
 
 
-def _of_best(best: Float[Array, "n"], drafts: Int[Array, "*b"]) -> Float[Array, "*b"]:
-    """Entries of `_best` for so many drafts; no drafts are worth nothing."""
+def _of_best(best: Float[Array, "n"], drafts: Int[Array, ""]) -> Float[Array, ""]:
+    """Entry of `_best` for so many drafts; no drafts are worth nothing."""
     if not best.shape[0]:
-        return jnp.zeros(drafts.shape, jnp.float32)
+        return jnp.float32(0.0)
     return jnp.where(drafts > 0, best.at[drafts - 1].get(mode="clip"), 0.0)
 
 

@@ -1,7 +1,7 @@
 """What the cache takes, what a group's prompt costs, and how long rounds take to compile.
 
-Memory: long-tailed responses, exp(N(ln 64, 0.8)) clipped at `--longest`, go through a few rows, with a page pool for
-all rows at full length and with smaller ones (`--pools`, as shares of it), where sequences wait. `over_live` is the
+Memory: long-tailed responses, exp(N(ln 64, 0.8)) clipped at `--longest`, go through a few rows, with the page pool that
+a rollout has by default and with `--pools`, shares of one for all rows at full length. `over_live` is the
 pool and the drafter's cache over what the tokens alive at the peak take of both, a shared prompt counted once;
 `over_parts` is the program's peak, by the compiler, over weights, pool and drafter's cache. Prefill: a prompt with
 `--group` samples beside one with a single sample. Compilation: lowering and compiling one round of every kind, and a
@@ -74,33 +74,36 @@ def engine_of(pair: Pair, longest: int, **settings: Any) -> RolloutEngine:
 
 
 def memory(pair: Pair, config: Config) -> list[dict[str, Any]]:
-    """A row per size of the pool."""
+    """A row for the default size of the pool, and one per share of all pages that rows could fill."""
     limits = jnp.asarray(long_tailed(np.random.default_rng(config.run.seed), config.sequences, config.longest))
     rng = np.random.default_rng(config.run.seed)
     prompts = random_prompts(rng, config.sequences, config.prompt_tokens, pair.policy.vocab_size)
     keys = noise_keys(prompts)
-    whole = engine_of(pair, config.longest, draft_length=config.draft_length, rows=config.rows)
+    usual = engine_of(pair, config.longest, draft_length=config.draft_length, rows=config.rows)
+    whole = replace(usual, config=replace(usual.config, cache_bytes=1 << 62))
     layout = whole.layout(*prompts.tokens.shape)
     weights = sum(leaf.nbytes for leaf in jax.tree.leaves((pair.params, pair.draft)))
     drafter = whole.drafter_bytes(layout.rows + layout.prompts, prompts.tokens.shape[1])
     per_token = whole.page_bytes() // whole.numerics.key_block
     of_drafter = whole.drafter_bytes(1, prompts.tokens.shape[1]) / (layout.row_pages * whole.numerics.key_block)
+    budgets = [int(layout.pool_pages * share) * whole.page_bytes() + drafter for share in config.pools]
     table, first = [], None
-    for share in config.pools:
-        budget = int(layout.pool_pages * share) * whole.page_bytes() + drafter
-        engine = replace(whole, config=replace(whole.config, cache_bytes=budget))
+    for budget in (None, *budgets):
+        engine = replace(usual, config=replace(usual.config, cache_bytes=budget))
         compiled = jax.jit(engine.rollout).lower(pair.params, pair.draft, prompts, keys, limits).compile()
         trajectory = jax.block_until_ready(compiled(pair.params, pair.draft, prompts, keys, limits))
         first = first or trajectory
         used = compiled.memory_analysis()
         assert used is not None
         peak = used.argument_size_in_bytes + used.output_size_in_bytes + used.temp_size_in_bytes
-        pool = engine.layout(*prompts.tokens.shape).pool_pages * engine.page_bytes()
+        pages = engine.layout(*prompts.tokens.shape).pool_pages
+        pool = pages * engine.page_bytes()
         live = int(trajectory.stats.peak_tokens) * (per_token + of_drafter)
         table.append(
             {
                 "part": "memory",
-                "pool_share": share,
+                "default": budget is None,
+                "pool_share": round(pages / layout.pool_pages, 2),
                 "sequences": config.sequences,
                 "rows": config.rows,
                 "pool_mb": pool / 1e6,

@@ -117,7 +117,7 @@ class Config:
     all."""
     cache_bytes: int | None = None
     """Memory for the keys and values of policy and drafter, on each device: responses that do not fit wait. By default
-    enough for all rows at full length."""
+    enough for all rows at full length, or three quarters of that where responses wait for a row."""
     max_prompt_tokens: int = 256
     max_new_tokens: int = 224
     law: LawFlags = LawOptions()

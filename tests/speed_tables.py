@@ -137,7 +137,7 @@ def cache_table() -> str:
     return markdown_table(
         [
             {
-                "pool": row["pool_share"],
+                "pool": f"{row['pool_share']}{', default' if row['default'] else ''}",
                 "pool (MB)": f"{row['pool_mb']:.0f}",
                 "drafter's cache (MB)": f"{row['drafter_mb']:.0f}",
                 "live at the peak (MB)": f"{row['live_mb']:.0f}",

@@ -99,11 +99,12 @@ def test_a_prompt_is_held_once():
 
 
 @pytest.mark.parametrize(("width", "rows"), [*((width, None) for width in range(2, 10)), (2, 1), (9, 1), (9, 4)])
-def test_without_a_budget_all_rows_reach_full_length(width, rows):
-    """Prompts that end anywhere in a page; the pool counts the pages of a prompt once for its group."""
+def test_with_room_for_it_all_rows_reach_full_length(width, rows):
+    """Prompts that end anywhere in a page; the pool counts the pages of a prompt once for its group. No budget is room
+    enough where no sequence waits for a row."""
     tokens, lengths = PROMPTS.tokens[:, :1].repeat(width, 1), np.full(len(PROMPTS.lengths), width, np.int32)
     prompts = replace(PROMPTS, tokens=tokens, lengths=jnp.asarray(lengths))
-    engine = engine_of(rows=rows)
+    engine = engine_of(rows=rows, cache_bytes=rows and 1 << 62)
     engine = replace(engine, config=replace(engine.config, law=SamplingLaw(end_ids=(1,), min_new_tokens=NEW)))
     layout = engine.layout(*tokens.shape)
     whole = layout.rows * layout.row_pages + layout.prompts * layout.prompt_pages
@@ -113,6 +114,18 @@ def test_without_a_budget_all_rows_reach_full_length(width, rows):
     assert (trajectory.lengths == NEW).all()
     assert trajectory.stats.stalled == 0
     assert trajectory.stats.peak_pages <= layout.pool_pages
+
+
+@pytest.mark.parametrize("rows", [1, 4, 12])
+def test_where_sequences_wait_the_default_is_three_quarters_of_all_pages(rows):
+    """And at least one row's: responses that all need the most are still written to their ends."""
+    engine = engine_of(rows=rows)
+    whole, one_row = engine_of(rows=rows, cache_bytes=1 << 62), engine_of(rows=1, cache_bytes=1 << 62)
+    pages = [e.layout(*PROMPTS.tokens.shape).pool_pages for e in (engine, whole, one_row)]
+    assert pages[0] == max(-(-pages[1] * 3 // 4), pages[2])
+    engine = replace(engine, config=replace(engine.config, law=SamplingLaw(end_ids=(1,), min_new_tokens=NEW)))
+    trajectory = jax.device_get(jax.jit(engine.rollout)(tiny_params(), None, PROMPTS, KEYS))
+    assert (trajectory.lengths == NEW).all()
 
 
 def test_plain_numerics_queue_too():

@@ -29,7 +29,8 @@ class RolloutConfig:
         the ladder is theirs, and `ladder` and `smallest_rung` say nothing.
     rows: sequences that are decoded at the same time, on each device; the others wait. By default all.
     cache_bytes: for the keys and values of policy and drafter, on each device; sequences wait, or sit rounds out, when
-        they do not fit. By default enough for all rows at full length, a prompt counted once for its group.
+        they do not fit. By default enough for all rows at full length, a prompt counted once for its group, and where
+        sequences wait for a row three quarters of that: rows are then at different places in their responses.
     ladder: fractions of the rows that the live ones are decoded in as their number falls.
     smallest_rung: fewer rows than this get no rung of their own: each one is compiled.
     """

@@ -121,13 +121,13 @@ class SequenceQueue(AdaptiveRound):
         live_groups = min(groups, rows)  # each may have a straggler
         waiting = together * prompt_pages
         least = row_pages + waiting
-        full = min(rows * row_pages, rows * own_pages + live_groups * (read // page)) + waiting
+        full = max(least, min(rows * row_pages, rows * own_pages + live_groups * (read // page)) + waiting)
         budget = self.config.cache_bytes
         if budget is None:
-            pages = max(least, full - (full // 4 if count > rows else 0))
+            pages = max(least, full - full // 4) if count > rows else full
         else:
             kept = self.drafter_bytes(rows + together, width)
-            pages = min(max(least, full), max(0, budget - kept) // self.page_bytes())
+            pages = min(full, max(0, budget - kept) // self.page_bytes())
             if pages < least:
                 raise InputError(
                     f"rollout cache_bytes is {budget}; {rows} rows with prompts of up to {width} tokens need at least "

@@ -177,7 +177,7 @@ def test_what_deep_drafts_are_worth_is_learned_by_depth():
         return int(plan_round(control, bodies, 3, live, record, none, jnp.int32(-1)).body)
 
     assert choice(control) == 2
-    for _ in range(50):
+    for _ in range(200):
         accepted, lengths = jnp.full((8,), 2, jnp.int32), jnp.full((8,), 3, jnp.int32)
         control, record = learn(control, record, jnp.full((8, 3), 0.7), lengths, accepted, live)
     assert choice(control) == 1

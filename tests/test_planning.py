@@ -27,12 +27,12 @@ BODIES = default_bodies(1, LONGEST)
 
 @lru_cache
 def rollout_of(survival, drafts, adaptive=False):
-    """A rollout of greedy sequences, which are long, through one row, with drafts of a survival."""
+    """A rollout of sequences of one length through one row, with drafts of a survival: all arms meet the same coins."""
     config = RolloutConfig(
         NEW,
         SAMPLES,
         drafts,
-        SamplingLaw(temperature=0.0, end_ids=(1,)),
+        SamplingLaw(temperature=0.0, end_ids=(1,), min_new_tokens=NEW),
         SyntheticMatch(survival=survival),
         adaptive=adaptive,
         rows=1,

@@ -40,7 +40,9 @@ _MEMORY = 0.98  # of a row's record, per round; half of it is 34 rounds old
 # Drafts' worth of the overall acceptance in a row's record: two or three refused drafts, which are common, must not
 # end a row's drafting, since without drafts nothing is learned.
 _PRIOR = 12.0
-_TRUST = 8.0  # accepted drafts' worth of what the records promise, at every depth
+# Accepted drafts' worth of what the records promise, at every depth: all rows begin at once, with words that are hard
+# to guess, and nothing is learned by a head that these leave idle.
+_TRUST = 48.0
 _KEPT = 0.95  # of what was learned, from rollout to rollout
 # Drafts that are taken to have been seen before any was, and accepted ones of them: a drafter that nobody has tried is
 # thought well of, or none would be tried where a round is dear.

@@ -15,7 +15,7 @@ from specrl_jax.rollout import sampling
 from specrl_jax.rollout.config import RolloutConfig
 from specrl_jax.rollout.engine import RolloutEngine
 from specrl_jax.rollout.noise import best, noise_words
-from specrl_jax.rollout.rules import Ratio
+from specrl_jax.rollout.rules import Match, Ratio
 from specrl_jax.rollout.sampling import Context, SamplingLaw
 
 pytestmark = pytest.mark.ci
@@ -96,6 +96,23 @@ def test_the_kernel_draws_what_other_backends_draw():
     assert replace(law, top_k=3).draw(logits, keys, context, ids) is None
 
 
+def test_the_best_of_a_draw_are_those_of_the_whole_law():
+    """The best first, each once; and of a law with two tokens the third is none that it allows."""
+    logits, keys, positions, ids = _laws(40)
+    logits = logits.at[-1].set(-jnp.inf).at[-1, jnp.array([3, 8])].set(1.0)
+    law, context = SamplingLaw(0.8), Context(positions)
+    columns, log_probs = law.draw_several(logits, keys, context, ids, 3)
+    log_law = law.log_law(logits, context, ids)
+    scores = law.perturbed(log_law, keys, positions, ids)
+    np.testing.assert_array_equal(columns[:-1], best(scores, 3)[:-1])
+    np.testing.assert_array_equal(columns[-1, :2], best(scores, 2)[-1])
+    before = jnp.cumsum(jnp.exp(log_law[jnp.arange(40)[:, None], columns]), axis=1)
+    expected = log_law[jnp.arange(40), columns[:, 1]] - jnp.log1p(-before[:, 0])
+    np.testing.assert_allclose(log_probs[:-1, 1], expected[:-1], rtol=0, atol=1e-5)
+    assert not log_probs[-1, 2] > -jnp.inf
+    assert replace(law, top_k=3).draw_several(logits, keys, context, ids, 3) is None
+
+
 def test_a_large_vocabulary_keeps_its_small_weights():
     """Sixteen large weights come first: what follows, in sum, must not be lost beside them."""
     logits = jnp.zeros((1, 151_936)).at[0, :16].set(17.0)
@@ -123,8 +140,8 @@ def _draws(k, numerics=PLAIN, rule=None):
 
 
 def test_where_the_kernel_draws():
-    """The policy's tokens and a chain's drafts; where a rule needs whole laws only for bits that training has too."""
-    assert 0 < _draws(0) < _draws(3)
+    """The policy's tokens and drafts; where a rule needs whole laws only for bits that training has too."""
+    assert 0 < _draws(0) < _draws(3) < _draws(3, rule=Match(branches=2))
     assert 0 < _draws(0, numerics=INVARIANT) < _draws(3, numerics=INVARIANT)
     assert _draws(3, rule=Ratio()) == 0
     assert _draws(3, numerics=INVARIANT, rule=Ratio()) > 0

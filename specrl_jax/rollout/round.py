@@ -50,6 +50,17 @@ def along(path: Int[Array, "r k1"] | None, x: Shaped[Array, "r n1 ..."]) -> Shap
     return jnp.take_along_axis(x, path.reshape(*path.shape, *[1] * (x.ndim - 2)), axis=1)
 
 
+def _of_drafts(token: Int[Array, "n c"], log_q: Float[Array, "n c"], shape: tuple[int, ...], of_chain: bool) -> Choice:
+    """Drafts and how sure the first is; where the law allows none of them, that is drafted all the same, to be
+    rejected."""
+    if of_chain:
+        # Beside a draft of a chain stands nothing that the law forbids, and not the draft again.
+        real = (log_q > -jnp.inf) & (token != token[:, :1])
+        token = jnp.where(real.at[:, 0].set(True), token, -1)
+    confidence = jnp.where(jnp.isnan(log_q[:, 0]), 0.0, log_q[:, 0])
+    return Choice(token.reshape(*shape, token.shape[1]), confidence=confidence.reshape(shape))
+
+
 @dataclass(frozen=True)
 class Judged:
     """A round before anything is emitted.
@@ -157,12 +168,11 @@ class Round:
             ids = target_ids if target_ids.ndim == 1 else target_ids.reshape(len(position), -1)
             logits, context = logits.reshape(len(position), -1), Context(position, seen)
             row_keys, noisy = jnp.repeat(keys, shape[1], axis=0), not config.rule.argmax_drafts
-            if count == 1 and ids.ndim == 1 and not config.rule.needs_laws:
-                drawn = law.draw(logits, row_keys, context, ids, noisy)
+            of_chain = step is not None
+            if ids.ndim == 1 and not config.rule.needs_laws:
+                drawn = law.draw_several(logits, row_keys, context, ids, count, noisy)
                 if drawn is not None:
-                    # Where the law allows none of the candidates, the first one is drafted, to be rejected.
-                    confidence = jnp.where(jnp.isnan(drawn[1]), 0.0, drawn[1])
-                    return Choice(ids[drawn[0]].reshape(*shape, 1), confidence=confidence.reshape(shape))
+                    return _of_drafts(ids[drawn[0]], drawn[1], shape, of_chain)
             log_q = law.log_law(logits, context, ids)
             # Where the law allows none of the candidates, the first one is drafted, to be rejected.
             only = jnp.where(jnp.arange(log_q.shape[1], dtype=jnp.int32) == 0, 0.0, -jnp.inf)
@@ -171,12 +181,7 @@ class Round:
             found = best(scores, count)
             token = ids[found] if ids.ndim == 1 else jnp.take_along_axis(ids, found, axis=1)
             if not config.rule.needs_laws:
-                confidence = jnp.take_along_axis(log_q, found[:, :1], axis=1)
-                if step is not None and count > 1:
-                    # Beside a draft of a chain stands nothing that the law forbids, and not the draft again.
-                    real = (jnp.take_along_axis(log_q, found, axis=1) > -jnp.inf) & (token != token[:, :1])
-                    token = jnp.where(real.at[:, 0].set(True), token, -1)
-                return Choice(token.reshape(*shape, count), confidence=confidence.reshape(shape))
+                return _of_drafts(token, jnp.take_along_axis(log_q, found, axis=1), shape, of_chain)
             if config.rule.argmax_drafts or law.greedy:
                 log_law = one_hot_law(token, vocab_size)[:, 0]
             else:

@@ -186,6 +186,29 @@ class SamplingLaw:
         words = noise_words(keys, context.position) if noisy and not self.greedy else None
         return draw.draw(self.scaled(logits, context, token_ids), token_ids, words)
 
+    def draw_several(
+        self,
+        logits: Float[Array, "n v"],
+        keys: UInt32[Array, "n 2"],
+        context: Context,
+        token_ids: Int[Array, "v"],
+        count: int,
+        noisy: bool = True,
+    ) -> tuple[Int[Array, "n c"], Float[Array, "n c"]] | None:
+        """Columns of the `count` best of a draw, the best first, and what each has of the law without those before it.
+
+        None where there is no kernel for it. The log-probability of one that the law forbids is not above -inf.
+        """
+        found, own = [], jnp.arange(logits.shape[0], dtype=jnp.int32)
+        for _ in range(count):
+            drawn = self.draw(logits, keys, context, token_ids, noisy)
+            if drawn is None:
+                return None
+            found.append(drawn[:2])
+            logits = logits.at[own, drawn[0]].set(-jnp.inf)
+        columns, log_probs = zip(*found, strict=True)
+        return jnp.stack(columns, axis=1), jnp.stack(log_probs, axis=1)
+
     def _has_kernel(self, logits: Float[Array, "n v"]) -> bool:
         """Whether laws over so many tokens are read by a kernel."""
         if not on_a_cpu() or self.filtered or compiler_splits() or logits.dtype != jnp.float32:

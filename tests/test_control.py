@@ -186,6 +186,19 @@ def test_what_deep_drafts_are_worth_is_learned_by_depth():
     np.testing.assert_allclose(rounds, 8 / 3.0, rtol=0.02)
 
 
+def test_a_hard_beginning_leaves_no_good_head_idle():
+    """All rows begin at once, and of the first drafts one in eight is accepted; ten such rounds are another matter."""
+    bodies, live = (Body(16, 16), Body(16, 32)), jnp.ones((16,), bool)
+    control, record = initial_control(np.array([1.0, 1.3])), jnp.zeros((16, 4))
+    accepted = (jnp.arange(16) < 2).astype(jnp.int32)
+    choices = []
+    for _ in range(10):
+        control, record = learn(control, record, jnp.full((16, 1), 0.7), jnp.ones((16,), jnp.int32), accepted, live)
+        choices.append(int(plan_round(control, bodies, 1, live, record, jnp.int32(0), jnp.int32(-1)).body))
+    assert choices[0] == 1
+    assert choices[-1] == 0
+
+
 def test_what_was_learned_fades_to_the_first_belief():
     begun = initial_control(np.ones(2))
     control = replace(begun, drafted=begun.drafted + 1000.0, accepted=begun.accepted + 10.0)

@@ -4,8 +4,9 @@ For every number of live rows, context and draft length, in turn: a round of the
 step of the engine, and the bare matrix products of both: `step_over_bare` counts those with weights,
 `step_over_products` attention over the caches too. `floor` is the products of the verify and of the draft
 steps over those of an autoregressive step; `round_cost` is the measured round over the measured step;
-`over_floor` is the one over the other. The parts of a round are timed by themselves: drafting, the policy's
-forward, drawing; bookkeeping is what remains. `draft_over_least` is the time of drafting over that of the least drafts.
+`over_floor` is the one over the other, and `over_products` the same where the floor counts the policy's attention
+too. The parts of a round are timed by themselves: drafting, the policy's forward, drawing; bookkeeping is what
+remains. `draft_over_least` is the time of drafting over that of the least drafts.
 With `--drafts ngram`, `suffix` or `block` the floor is that of the verify alone; a block drafter has random weights
 (every draft survives with the same probability whoever made it). Suffix drafts look in the three other responses to a
 prompt, where the rows can be split by four, and in four of an earlier epoch.
@@ -187,8 +188,9 @@ def measure(pair: Pair, config: Config, rows: int, context: int) -> list[dict[st
     step = engine_of(pair, None, 0, config.survival)
     calls = {"step": round_call(pair, step, None, rows, context), "bare step": bare_step, "bare draft": bare_draft}
     cache = policy_cache(pair.policy, rows, context, Numerics())
-    queries = jnp.ones((rows, 1, pair.policy.num_heads, pair.policy.head_dim), jnp.dtype(pair.policy.dtype))
-    calls["bare attention"] = timed(bare_attention, cache, queries)
+    for k in (0, *config.draft_lengths):
+        queries = jnp.ones((rows, k + 1, pair.policy.num_heads, pair.policy.head_dim), jnp.dtype(pair.policy.dtype))
+        calls[f"bare attention {k}"] = timed(bare_attention, cache, queries)
     looks = config.drafts == "suffix"
     samples = _LOOKED_IN if looks and rows % _LOOKED_IN == 0 else 1
     for k in config.draft_lengths:
@@ -203,12 +205,15 @@ def measure(pair: Pair, config: Config, rows: int, context: int) -> list[dict[st
     seconds = in_turn(calls, config.repeats)
     typical = {name: sorted(values)[len(values) // 2] for name, values in seconds.items()}
     of_step = ratio(seconds["step"], seconds["bare step"])
-    of_products = ratio(seconds["step"], seconds["bare step"] + seconds["bare attention"])
+    step_products = seconds["bare step"] + seconds["bare attention 0"]
+    of_products = ratio(seconds["step"], step_products)
     table = []
     for k in config.draft_lengths:
         whole, verify = seconds[f"round {k}"], seconds[f"bare verify {k}"]
         steps = k if config.drafts == "head" else 0
-        floor = (verify + steps * seconds["bare draft"]) / seconds["bare step"]
+        least = verify + steps * seconds["bare draft"]
+        floor = least / seconds["bare step"]
+        products = (least + seconds[f"bare attention {k}"]) / step_products
         cost = ratio(whole, seconds["step"])
         row: dict[str, Any] = {
             "rows": rows,
@@ -224,14 +229,15 @@ def measure(pair: Pair, config: Config, rows: int, context: int) -> list[dict[st
             "round_cost": cost[0],
             "floor": float(sorted(floor)[len(floor) // 2]),
             **ratio_columns("over_floor", whole / seconds["step"], floor),
+            **ratio_columns("over_products", whole / seconds["step"], products),
             "forward_over_bare": float("nan"),
         }
         if config.parts:
             parts = {name: 1e3 * typical[f"{name} {k}"] for name in ("draft", "forward", "draw")}
             row |= {f"{name}_ms": value for name, value in parts.items()}
             row["bookkeeping_ms"] = row["round_ms"] - sum(parts.values())
-            least = seconds[f"draft {min(config.draft_lengths)}"]
-            row |= ratio_columns("draft_over_least", seconds[f"draft {k}"], least)
+            fewest = seconds[f"draft {min(config.draft_lengths)}"]
+            row |= ratio_columns("draft_over_least", seconds[f"draft {k}"], fewest)
             row["forward_over_bare"] = ratio(seconds[f"forward {k}"], verify)[0]
         table.append(row)
     return table

@@ -169,6 +169,22 @@ def test_rounds_of_a_block_drafter_are_timed(monkeypatch, tmp_path):
     assert row["over_floor"] == pytest.approx(row["round_cost"] / row["floor"], rel=0.5)
 
 
+def test_floors_are_of_products_with_weights_or_with_attention_too(monkeypatch, tmp_path):
+    """The definitions of the module's docstring, on seconds that are given."""
+    took = {"step": 3.0, "bare step": 2.0, "bare attention 0": 1.0}
+    took |= {"round 2": 12.0, "bare verify 2": 3.0, "bare draft": 0.5, "bare attention 2": 4.0}
+
+    def told(calls, repeats):
+        assert set(calls) == set(took)
+        return {name: np.full(repeats, took[name]) for name in calls}
+
+    monkeypatch.setattr(SCRIPTS["bench_round_cost"], "in_turn", told)
+    run_script(monkeypatch, SCRIPTS["bench_round_cost"], "--preset", "smoke", "--no-parts", "--out", tmp_path / "out")
+    (row,) = json.loads((tmp_path / "out" / "results.json").read_text())["rows"]
+    assert (row["step_over_bare"], row["step_over_products"], row["round_cost"]) == (1.5, 1.0, 4.0)
+    assert (row["floor"], row["over_floor"], row["over_products"]) == (2.0, 2.0, 1.5)
+
+
 def test_training_is_paid_back_by_the_rollouts_that_win():
     config = draft_length.Config(training_seconds=0)
     seeds = [{0: Found(1.0, 1.0, 1.0, 10.0), 3: Found(2.0, 2.0, 1.0, s), 7: Found(2.0, 0.5, 4.0, 20.0)} for s in (4, 6)]

@@ -30,6 +30,7 @@ def round_cost_table() -> str:
                 "round / step": f"{row['round_cost']:.2f}",
                 "floor": f"{row['floor']:.2f}",
                 "over floor": with_range(row, "over_floor"),
+                "over floor with attention": with_range(row, "over_products"),
             }
         )
     return markdown_table(rows)

@@ -40,8 +40,8 @@ def bare_policy(params: Any, x: Float[Array, "n d"]) -> Float[Array, "n d"]:
     return x + 1e-6 * linear(x, head)[:, : x.shape[1]]
 
 
-def bare_attention(cache: KVCache, x: Float[Array, "r s h c"]) -> Float[Array, "r s h c"]:
-    """Attention of `s` queries per row over all slots of every layer's cache, as a forward has it, and no more."""
+def bare_attention(cache: KVCache, x: Float[Array, "r q h c"]) -> Float[Array, "r q h c"]:
+    """Attention of `q` queries per row over all slots of every layer's cache, as a forward has it, and no more."""
     last = jnp.full(x.shape[:2], cache.capacity - 1, jnp.int32)
     for keys, values in zip(cache.keys, cache.values, strict=True):
         x = x + 1e-6 * paged_attention(x, keys, values, cache.table, last, Numerics())

@@ -178,11 +178,14 @@ def test_floors_are_of_products_with_weights_or_with_attention_too(monkeypatch, 
         assert set(calls) == set(took)
         return {name: np.full(repeats, took[name]) for name in calls}
 
+    attended = []
     monkeypatch.setattr(SCRIPTS["bench_round_cost"], "in_turn", told)
+    monkeypatch.setattr(SCRIPTS["bench_round_cost"], "timed", lambda fn, cache, queries: attended.append(queries.shape))
     run_script(monkeypatch, SCRIPTS["bench_round_cost"], "--preset", "smoke", "--no-parts", "--out", tmp_path / "out")
     (row,) = json.loads((tmp_path / "out" / "results.json").read_text())["rows"]
     assert (row["step_over_bare"], row["step_over_products"], row["round_cost"]) == (1.5, 1.0, 4.0)
     assert (row["floor"], row["over_floor"], row["over_products"]) == (2.0, 2.0, 1.5)
+    assert [shape[:2] for shape in attended] == [(2, 1), (2, 3)]  # rows, and queries of a step and of a verify
 
 
 def test_training_is_paid_back_by_the_rollouts_that_win():

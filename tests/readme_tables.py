@@ -11,6 +11,7 @@ from speed_tables import (
     ROOT,
     SPEED,
     cache_table,
+    cpu,
     gpu_round_cost_table,
     peers_table,
     read,
@@ -166,7 +167,7 @@ def text_drafts_table() -> str:
                     "acceptance length": row["acceptance_length"],
                     "tokens / s": f"{row['tokens_per_second']:.0f}",
                     "speed-up": with_range(row),
-                    "CPU": "Xeon" if "Xeon" in row["device"] else row["device"].split(",")[0].split()[-1],
+                    "CPU": cpu(row),
                 }
             )
     return markdown_table(rows)

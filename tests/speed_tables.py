@@ -62,6 +62,11 @@ def with_range(row: dict[str, Any], name: str = "speedup") -> str:
     return f"{row[name]:.2f} ({row[f'{name}_low']:.2f} to {row[f'{name}_high']:.2f})"
 
 
+def cpu(row: dict[str, Any]) -> str:
+    """The kind of CPU of a row's `device`, "AMD EPYC, 2 cores" or "Intel(R) Xeon(R) Processor, 2 cores"."""
+    return "Xeon" if "Xeon" in row["device"] else str(row["device"]).split(",")[0].split()[-1]
+
+
 def rollout_table() -> str:
     """Rollouts with drafts over rollouts without, from results/speed/rollout_*.json."""
     rows = []
@@ -84,6 +89,7 @@ def rollout_table() -> str:
                     "over best fixed": None if share is None else with_range(row, "over_best_fixed"),
                     "of what floors allow": None if share is None else f"{_share(row)} of {row['allowed']:.2f}",
                     "invariant bits": with_range(row, "invariant_speedup") if "invariant_speedup" in row else None,
+                    "CPU": cpu(row),
                 }
             )
     return markdown_table(rows)

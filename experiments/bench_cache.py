@@ -62,7 +62,15 @@ class Config(OneDevice):
 
 PRESETS: dict[str, Mapping[str, Any]] = {
     "default": {},
-    "smoke": {"sequences": 4, "rows": 2, "longest": 130, "pools": (1.0, 0.7), "group_prompt_tokens": 8, "repeats": 3},
+    "smoke": {
+        "model": {"shape": "toy"},
+        "sequences": 4,
+        "rows": 2,
+        "longest": 130,
+        "pools": (1.0, 0.7),
+        "group_prompt_tokens": 8,
+        "repeats": 3,
+    },
 }
 
 

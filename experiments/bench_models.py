@@ -43,7 +43,8 @@ class ShapeOptions:
     drafter: str | None = None
     """Folder of its draft head; bench_rollout and draft_length also take a small policy, which keeps its size."""
     shape: str = "deep-95m"
-    """Size that policy and head are expanded to, outputs unchanged: 25m, deep-95m, 0.6b, 1.7b, 4b or 8b."""
+    """Size that policy and head are expanded to, outputs unchanged: 25m, deep-95m, 0.6b, 1.7b, 4b, 8b, or toy to try
+    things out."""
     dtype: Dtype = "float32"
 
     def __post_init__(self) -> None:

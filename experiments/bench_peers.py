@@ -90,6 +90,7 @@ class Config(OneDevice):
 PRESETS: dict[str, Mapping[str, Any]] = {
     "default": {},
     "smoke": {
+        "model": {"shape": "toy"},
         "rows": (2,),
         "work": {"prompt_tokens": 8, "tokens": 8},
         "draft_lengths": (0, 2),

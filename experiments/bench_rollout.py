@@ -122,7 +122,7 @@ class Config(OneDevice):
 PRESETS: dict[str, Mapping[str, Any]] = {
     "default": {},
     "smoke": {
-        "model": {"shape": "25m"},
+        "model": {"shape": "toy"},
         "rows": (2,),
         "survival": (0.877,),
         "lengths": "equal",

@@ -76,7 +76,7 @@ class Config(OneDevice):
 PRESETS: dict[str, Mapping[str, Any]] = {
     "default": {},
     "smoke": {
-        "model": {"shape": "25m"},
+        "model": {"shape": "toy"},
         "rows": (2,),
         "draft_lengths": (2,),
         "contexts": (16,),

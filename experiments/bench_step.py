@@ -100,7 +100,15 @@ class Config(OneDevice):
 
 PRESETS: dict[str, Mapping[str, Any]] = {
     "default": {},
-    "smoke": {"prompt_tokens": 4, "tokens": 4, "draft_lengths": (2,), "adaptive": 2, "kl_coefs": (0.0,), "repeats": 3},
+    "smoke": {
+        "model": {"shape": "toy"},
+        "prompt_tokens": 4,
+        "tokens": 4,
+        "draft_lengths": (2,),
+        "adaptive": 2,
+        "kl_coefs": (0.0,),
+        "repeats": 3,
+    },
 }
 
 

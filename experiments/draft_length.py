@@ -75,7 +75,7 @@ PRESETS: dict[str, Mapping[str, Any]] = {
         "rows": (1, 8, 32, 64),
     },
     "smoke": {
-        "model": {"shape": "25m"},
+        "model": {"shape": "toy"},
         "work": {"tokens": 8, "prompt_tokens": 8},
         "rows": (1,),
         "draft_lengths": (3,),

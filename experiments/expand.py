@@ -49,7 +49,7 @@ class Config:
     drafter: str | None = None
     """Folder or hub name of the policy's draft head; without one only the policy is expanded."""
     target: str = "deep-95m"
-    """Shape: 25m, deep-95m, 0.6b, 1.7b, 4b or 8b."""
+    """Shape: 25m, deep-95m, 0.6b, 1.7b, 4b or 8b; toy tries things out."""
     dtype: Dtype | None = None
     """Type of the expanded weights; by default float32 below 0.6b and bfloat16 from there on."""
     check_tokens: int = 32

@@ -21,9 +21,9 @@ export XLA_FLAGS="${XLA_FLAGS:-} --xla_gpu_enable_command_buffer=FUSION,CUBLAS,C
 export JAX_PLATFORMS=${JAX_PLATFORMS:-$($python -c 'import jax; print(jax.default_backend().replace("gpu", "cuda"))')}
 
 if [ "$size" = toy ]; then
-    shape=(--shape 25m)
+    shape=(--shape toy)
     rows=(1 2) contexts=(32) longer=(64) lengths=(3) repeats=3 prompt=16 tokens=16 survival=(0.877)
-    trained=(--shape 25m --tokens 8 --repeats 3 --kl-coefs 0)
+    trained=(--shape toy --tokens 8 --repeats 3 --kl-coefs 0)
 else
     shape=(--shape "$size" --dtype bfloat16)
     rows=(1 32) contexts=(2048) longer=(8192 16384) lengths=(3) repeats=5 prompt=2048 tokens=256 survival=(0.877)

@@ -1,6 +1,7 @@
 """Strict JAX for every test: no silent promotion, eight virtual devices, no hub."""
 
 import atexit
+import gc
 import os
 import shutil
 import tempfile
@@ -10,6 +11,7 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 import flax.struct as struct
 import jax
+import jaxtyping
 import pytest
 
 jax.config.update("jax_num_cpu_devices", 8)
@@ -29,7 +31,27 @@ if os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1") == "1":
     if jax.__version_info__ < (0, 11):  # a newer XLA may not know the flag, and would end the process
         os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_cpu_use_fusion_emitters=false"
 
+# Tracing makes so much that Python's collector, at its own pace, takes a tenth of a run.
+gc.set_threshold(50_000, 20, 20)
+
 _dataclass = struct.dataclass
+_jaxtyped = jaxtyping.jaxtyped
+
+
+def _shapes_checked(*args, **kwargs):
+    """A function that is made anew at every call is checked only if it names a shape: mypy checks the rest for less."""
+    if args:
+        return _jaxtyped(*args, **kwargs)
+    checked = _jaxtyped(**kwargs)
+
+    def decorate(function):
+        inner = "<locals>" in getattr(function, "__qualname__", "")
+        return function if inner and "jaxtyping" not in repr(function.__annotations__) else checked(function)
+
+    return decorate
+
+
+jaxtyping.jaxtyped = _shapes_checked
 
 
 def _unchecked_dataclass(cls=None, **kwargs):
@@ -52,6 +74,12 @@ def pytest_collection_modifyitems(items):
             item.add_marker(quickly)
         if not any(map(item.get_closest_marker, ("ci", "full"))):
             raise pytest.UsageError(f"{item.nodeid} is marked neither ci nor full")
+
+
+def pytest_collection_finish():
+    """What the imports made stays: no collection need look at it."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture

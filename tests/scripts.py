@@ -43,6 +43,8 @@ from specrl_jax.drafters.heads import save_drafter
 from specrl_jax.models.config import PolicyConfig
 from specrl_jax.models.huggingface import save_policy
 from specrl_jax.models.params import init_params
+from specrl_jax.rollout.control import initial_control
+from specrl_jax.training import costs
 
 POLICY = PolicyConfig(
     family="qwen3",
@@ -84,8 +86,18 @@ jax.monitoring.register_event_duration_secs_listener(_note_compiled)
 
 def run_script(monkeypatch, script, *argv):
     """What `python -m experiments.SCRIPT ARGV` does."""
+    monkeypatch.setattr(costs, "_BUDGET_S", 0.0)  # nothing here goes by how long a round takes
     monkeypatch.setattr(sys, "argv", [script.__name__, *map(str, argv)])
     run_main(script.main, script.Config, script.PRESETS)
+
+
+def give_prices(monkeypatch):
+    """Let all rounds cost alike instead of measuring them, for which every body is compiled once more."""
+
+    def given(engine, params, draft, rows, context):
+        return initial_control(np.ones(len(engine.config.bodies_for(rows))))
+
+    monkeypatch.setattr(costs, "measure_costs", given)
 
 
 def refusal(monkeypatch, capsys, script, *argv):

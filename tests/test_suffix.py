@@ -14,7 +14,7 @@ from specrl_jax.drafters.suffix import SuffixDrafter, init_history, remember
 from specrl_jax.errors import InputError
 from specrl_jax.models.tree import Tree
 from specrl_jax.rollout.config import RolloutConfig
-from specrl_jax.rollout.control import initial_control
+from specrl_jax.rollout.control import Body, initial_control
 from specrl_jax.rollout.engine import RolloutEngine
 from specrl_jax.rollout.rules import Match, Ratio
 from specrl_jax.rollout.sampling import SamplingLaw
@@ -209,14 +209,15 @@ def test_the_policy_s_tokens_whatever_is_found(case):
 
 def test_nothing_is_verified_where_nothing_is_found():
     """Tokens cost nothing here, so that the controller drafts wherever it can; 21 tokens stand nowhere twice."""
-    engine = engine_of(3, SuffixDrafter(siblings=False, shortest=NEW + 1, longest=NEW + 1), adaptive=True)
+    settings = {"adaptive": True, "bodies": (Body(15, 15), Body(15, 60))}
+    engine = engine_of(3, SuffixDrafter(siblings=False, shortest=NEW + 1, longest=NEW + 1), **settings)
     trajectory = rolled_out(engine)
     assert_same(trajectory, plain())
     used = [body for body, count in zip(engine.config.bodies_for(15), trajectory.stats.bodies, strict=True) if count]
     assert used
     assert all(body.tokens == body.rows for body in used)
     assert trajectory.stats.steps > 0
-    assert rolled_out(engine_of(3, SuffixDrafter(shortest=1), adaptive=True)).stats.rounds > 0
+    assert rolled_out(engine_of(3, SuffixDrafter(shortest=1), **settings)).stats.rounds > 0
 
 
 def test_ratio_keeps_the_law():

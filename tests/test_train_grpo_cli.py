@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from jax.experimental.compilation_cache import compilation_cache
-from scripts import DAMAGES, SCRIPTS, SMALLER, refusal, run_script, write_models
+from scripts import DAMAGES, SCRIPTS, SMALLER, give_prices, refusal, run_script, write_models
 
 from experiments import evaluate, generate, train_grpo
 from experiments.common import parse_config
@@ -460,6 +460,7 @@ def test_an_adaptive_run_resumes_with_the_cost_table_that_it_began_with(options,
     finished = tmp_path / "finished"
     run_script(monkeypatch, train_grpo, *options, "--out", finished)
     out, argv = tmp_path / "run", (*options, "--draft-length", "auto")
+    give_prices(monkeypatch)
     _run_until_saved(grpo_run, 3, out, *argv)
     table = (out / "costs.json").read_bytes()
     monkeypatch.setattr(costs, "measure_costs", None)

@@ -162,7 +162,8 @@ def test_a_cost_table_comes_back(tmp_path):
 
 def test_rounds_of_a_block_drafter_are_timed(monkeypatch, tmp_path):
     out = tmp_path / "out"
-    run_script(monkeypatch, SCRIPTS["bench_round_cost"], "--preset", "smoke", "--drafts", "block", "--out", out)
+    argv = ("--preset", "smoke", "--shape", "25m", "--drafts", "block", "--out", out)  # large enough to be timed
+    run_script(monkeypatch, SCRIPTS["bench_round_cost"], *argv)
     (row,) = json.loads((out / "results.json").read_text())["rows"]
     assert row["drafts"] == "block"
     assert row["draft_over_least"] == 1.0

@@ -55,7 +55,7 @@ def test_a_case_is_the_mean_over_its_seeds(monkeypatch, tmp_path):
     assert row["seeds"] == 2
 
 
-@ci
+@full
 def test_suffix_drafts_find_what_earlier_epochs_said(monkeypatch, tmp_path):
     """A nearly greedy policy repeats itself from epoch to epoch."""
     options = ("--temperatures", 0.01, "--drafts", "suffix", "--samples", 1, "--max-new-tokens", 32)

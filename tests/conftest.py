@@ -38,11 +38,9 @@ _dataclass = struct.dataclass
 _jaxtyped = jaxtyping.jaxtyped
 
 
-def _shapes_checked(*args, **kwargs):
+def _shapes_checked(*, typechecker):
     """A function that is made anew at every call is checked only if it names a shape: mypy checks the rest for less."""
-    if args:
-        return _jaxtyped(*args, **kwargs)
-    checked = _jaxtyped(**kwargs)
+    checked = _jaxtyped(typechecker=typechecker)
 
     def decorate(function):
         inner = "<locals>" in getattr(function, "__qualname__", "")

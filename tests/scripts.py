@@ -8,6 +8,7 @@ import jax
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
+from tiny import equal_prices
 
 from experiments import (
     acceptance_by_depth,
@@ -43,7 +44,6 @@ from specrl_jax.drafters.heads import save_drafter
 from specrl_jax.models.config import PolicyConfig
 from specrl_jax.models.huggingface import save_policy
 from specrl_jax.models.params import init_params
-from specrl_jax.rollout.control import initial_control
 from specrl_jax.training import costs
 
 POLICY = PolicyConfig(
@@ -95,7 +95,7 @@ def give_prices(monkeypatch):
     """Let all rounds cost alike instead of measuring them, for which every body is compiled once more."""
 
     def given(engine, params, draft, rows, context):
-        return initial_control(np.ones(len(engine.config.bodies_for(rows))))
+        return equal_prices(engine.config, rows)
 
     monkeypatch.setattr(costs, "measure_costs", given)
 

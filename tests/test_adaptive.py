@@ -12,7 +12,17 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxprs import exported_for
 from test_rollout_programs import COLLECTIVE, instructions_in_loops
-from tiny import INVARIANT, POLICY, assert_same, keys_of, random_eagle3, take_prompts, tiny_params, tiny_prompts
+from tiny import (
+    INVARIANT,
+    POLICY,
+    assert_same,
+    equal_prices,
+    keys_of,
+    random_eagle3,
+    take_prompts,
+    tiny_params,
+    tiny_prompts,
+)
 from tiny import run as run_alone
 
 from specrl_jax.drafters.replay import ReplayDrafter
@@ -116,8 +126,7 @@ def test_the_tokens_are_those_without_drafts(program, name):
 @pytest.mark.parametrize(("rows", "bodies"), [(1, None), (4, (Body(4, 4), Body(4, 16), Body(1, 5)))])
 def test_few_rows_and_waiting_sequences(rows, bodies):
     engine = engine_of(rows=rows, bodies=bodies)
-    control = initial_control(np.ones(len(engine.config.bodies_for(rows))))
-    assert_same(adaptive(engine, control), plain())
+    assert_same(adaptive(engine, equal_prices(engine.config, rows)), plain())
 
 
 def test_a_penalty_sees_the_drafts_before_it():

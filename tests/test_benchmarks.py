@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from scripts import SCRIPTS, give_prices, refusal, run_script
-from tiny import POLICY, random_eagle3, tiny_params, tiny_prompts
+from tiny import POLICY, equal_prices, random_eagle3, tiny_params, tiny_prompts
 
 from experiments import bench_rollout, draft_length
 from experiments.bare_products import Floors, allowed_speedup, floor_calls, floors_by_turn, live_rows
@@ -233,7 +233,7 @@ def test_arms_meet_the_same_noise_in_a_turn_and_other_noise_in_the_next():
     engines = [bench_rollout.rollout_of(config, pair, work, 4, k, Match(), False) for k in (0, 3)]
     without, drafting = (bench_rollout.fixed_arm(engine, pair, work) for engine in engines)
     chosen = bench_rollout.rollout_of(config, pair, work, 4, 3, Match(), True)
-    control = initial_control(np.ones(len(chosen.config.bodies_for(4))))
+    control = equal_prices(chosen.config, 4)
     adaptive = bench_rollout.adaptive_arm(chosen, pair, draft, work, control)
     in_turn({"without": without, "drafting": drafting, "adaptive": adaptive}, 2, discard=1)
     for one, *others in zip(without.turns, drafting.turns, adaptive.turns, strict=True):
@@ -286,7 +286,11 @@ def test_rollouts_are_timed_at_a_small_shape(monkeypatch, tmp_path):
     assert rows[0]["speedup"] == 1.0
     assert rows[1]["acceptance_length"] > 1.0
     assert re.fullmatch(r"(\d+x\d+:\d+ ?)+", rows[2]["bodies"])
-    table = json.loads((tmp_path / "costs.2.json").read_text())["bodies"]
+    saved = json.loads((tmp_path / "costs.2.json").read_text())
+    table, bodies = saved["bodies"], tuple(Body(size, tokens) for size, tokens, _ in saved["bodies"])
+    control = load_costs(tmp_path / "costs.2.json", bodies, saved["of"])
+    # The smoke preset drafts three tokens at most, and its rows are priced 64 tokens after their prompts.
+    assert rows[2]["cost_table_ms"] == bench_rollout.round_times(control, bodies, 3, rows[2]["prompt_tokens"] + 64)
     told = dict(entry.split(":") for entry in rows[2]["cost_table_ms"].split())
     assert list(told) == [f"{size}x{tokens}" for size, tokens, _ in table]
     # Told in three digits.

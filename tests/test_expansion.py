@@ -2,7 +2,7 @@
 
 import functools
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +12,9 @@ from fixtures.models.checkpoints import small_tokenizer
 from scripts import SMALLER, refusal, run_script, write_models
 from tiny import PLAIN, VOCAB, keys_of, no_texts, run, tiny_prompts
 
-from experiments import expand
+from experiments import expand, train_grpo
+from experiments.common import parse_config
+from experiments.setup import draft_head_config
 from specrl_jax.drafters.eagle3 import Eagle3Drafter
 from specrl_jax.drafters.eagle3_expansion import expand_pair, expanded_head_config
 from specrl_jax.drafters.eagle3_folder import load_eagle3, save_eagle3
@@ -333,6 +335,17 @@ def test_the_shapes_have_the_size_of_their_name(target, low, high):
     assert (config.vocab_size, large_head.draft_vocab_size) == ((151_936, 32_000) if low > 5e8 else (16_384, 3_456))
     for name in ("hidden_size", "intermediate_size", "num_heads", "num_kv_heads", "head_dim"):
         assert getattr(large_head, name) == getattr(config, name)
+
+
+@pytest.mark.parametrize("preset", train_grpo.PRESETS)
+def test_the_toy_shape_holds_what_train_grpo_makes(preset):
+    """The benchmarks' smoke presets take a trained policy and its head too."""
+    made = parse_config(train_grpo.Config, train_grpo.PRESETS, ["--preset", preset], script="train_grpo").shape
+    policy = PolicyConfig(**asdict(made), head_dim=made.hidden_size // made.num_heads)
+    config = expanded_config(policy, SHAPES["toy"])
+    head = expanded_head_config(draft_head_config(policy), policy, SHAPES["toy"])
+    assert config.num_layers >= policy.num_layers
+    assert head.hidden_size == config.hidden_size > policy.hidden_size
 
 
 WIDE = TARGETS["wide"]

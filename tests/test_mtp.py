@@ -14,7 +14,7 @@ from safetensors.numpy import load_file, save_file
 from test_block import forced
 from test_eagle3_training import served_logits
 from test_suffix import KEYS, LAW, NEW, PROMPTS, SAMPLES
-from tiny import INVARIANT, PLAIN, POLICY, assert_same, no_texts, random_eagle3, tiny_params
+from tiny import INVARIANT, PLAIN, POLICY, assert_same, equal_prices, no_texts, random_eagle3, tiny_params
 
 from specrl_jax.drafters import eagle3_training
 from specrl_jax.drafters.draft_losses import DraftBatch, DraftLossConfig, Shared
@@ -38,7 +38,6 @@ from specrl_jax.models.policy import forward, grid_batch, logits, sequence_posit
 from specrl_jax.models.presets import PRESETS
 from specrl_jax.models.weights import tensor_shapes
 from specrl_jax.rollout.config import RolloutConfig
-from specrl_jax.rollout.control import initial_control
 from specrl_jax.rollout.engine import RolloutEngine
 from specrl_jax.rollout.rules import Match
 
@@ -181,7 +180,7 @@ def rolled_out(mimo, k, drafter=None, draft=None, **settings):
     engine = RolloutEngine(policy, config, INVARIANT, drafter)
     control = None
     if config.adaptive:
-        control = initial_control(np.ones(len(config.bodies_for(engine.layout(*PROMPTS.tokens.shape).rows))))
+        control = equal_prices(config, engine.layout(*PROMPTS.tokens.shape).rows)
     run = jax.jit(lambda params, draft: engine.rollout(params, draft, PROMPTS, KEYS, None, control))
     return jax.device_get(run(params, draft))
 

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tiny import INVARIANT, POLICY, VOCAB, assert_same, keys_of, random_eagle3, tiny_params, tiny_prompts
+from tiny import INVARIANT, POLICY, VOCAB, assert_same, equal_prices, keys_of, random_eagle3, tiny_params, tiny_prompts
 
 from specrl_jax.drafters.combined import Both, CombinedDrafter
 from specrl_jax.drafters.protocol import ChainDrafter, Choice, Texts
@@ -14,7 +14,7 @@ from specrl_jax.drafters.suffix import SuffixDrafter, init_history, remember
 from specrl_jax.errors import InputError
 from specrl_jax.models.tree import Tree
 from specrl_jax.rollout.config import RolloutConfig
-from specrl_jax.rollout.control import Body, initial_control
+from specrl_jax.rollout.control import Body
 from specrl_jax.rollout.engine import RolloutEngine
 from specrl_jax.rollout.rules import Match, Ratio
 from specrl_jax.rollout.sampling import SamplingLaw
@@ -155,7 +155,7 @@ def engine_of(k, drafter, rule=None, **settings):
 def rolled_out(engine, draft=None):
     control = None
     if engine.config.adaptive:
-        control = initial_control(np.ones(len(engine.config.bodies_for(engine.layout(*PROMPTS.tokens.shape).rows))))
+        control = equal_prices(engine.config, engine.layout(*PROMPTS.tokens.shape).rows)
     run = jax.jit(lambda params, draft: engine.rollout(params, draft, PROMPTS, KEYS, None, control))
     return jax.device_get(run(tiny_params(), draft))
 

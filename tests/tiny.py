@@ -18,6 +18,7 @@ from specrl_jax.models.config import PolicyConfig
 from specrl_jax.models.numerics import Numerics
 from specrl_jax.models.params import init_params
 from specrl_jax.models.policy import forward, grid_batch, logits, policy_cache
+from specrl_jax.rollout.control import initial_control
 from specrl_jax.rollout.noise import sequence_keys
 
 VOCAB = 20
@@ -33,6 +34,11 @@ POLICY = PolicyConfig(
 )
 INVARIANT = Numerics("invariant", token_block=8, row_block=4, query_block=4, key_block=16)
 PLAIN = Numerics("plain", key_block=16)
+
+
+def equal_prices(config, rows):
+    """A controller to which all rounds of `rows` rows cost alike."""
+    return initial_control(np.ones(len(config.bodies_for(rows))))
 
 
 @functools.lru_cache

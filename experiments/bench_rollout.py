@@ -89,7 +89,7 @@ class Config(OneDevice):
     floors: bool = True
     """Measure the floors of bare products too; leave it out where compiling them takes too long."""
     costs: str | None = None
-    """Cost table to read, or to write where there is none yet."""
+    """Cost tables to read, or to write where there are none yet: named without the end, `.16.json` for 16 rows."""
     repeats: int = 15
 
     def __post_init__(self) -> None:

@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable
 from typing import Any
 
+from speed_goals import goals_table
 from speed_tables import (
     ROOT,
     SPEED,
@@ -19,6 +20,7 @@ from speed_tables import (
     round_cost_table,
     step_table,
     with_range,
+    write_speedups,
 )
 
 from experiments.online_adaptation import paper_lengths
@@ -334,6 +336,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "losslessness": losslessness_table,
     "invariance_cost": invariance_cost_table,
     "acceptance": acceptance_table,
+    "goals": goals_table,
     "round_cost": round_cost_table,
     "gpu_round_cost": gpu_round_cost_table,
     "rollout": rollout_table,
@@ -371,7 +374,8 @@ def with_tables(text: str) -> str:
 
 
 def main() -> None:
-    """Rewrite the tables of README.md."""
+    """Rewrite the tables of README.md, and the plot of rollouts."""
+    write_speedups()
     readme = ROOT / "README.md"
     readme.write_text(with_tables(readme.read_text(encoding="utf-8")), encoding="utf-8")
 

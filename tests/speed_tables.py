@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from experiments.outputs import markdown_table
+from specrl_jax.training.speed_plots import draw_speedups
 
 ROOT = Path(__file__).parents[1]
 SPEED = ROOT / "results" / "speed"
@@ -67,31 +68,45 @@ def cpu(row: dict[str, Any]) -> str:
     return "Xeon" if "Xeon" in row["device"] else str(row["device"]).split(",")[0].split()[-1]
 
 
+def rollouts() -> list[dict[str, Any]]:
+    """Rows of results/speed/rollout_*.json; a workload of a file is called as the name of its results says."""
+    found = []
+    for path in sorted(SPEED.glob("rollout_*.json")):
+        name = {"jsonl": path.stem.split("_")[1]}
+        found += [row | {"workload": name.get(row["workload"], row["workload"])} for row in read(path)["rows"]]
+    return found
+
+
+def write_speedups() -> None:
+    """The plot of fixed numbers of drafts and the controller, in batches of one kind of prompts."""
+    rows = [row for row in rollouts() if row["ladder"] and not row["branchy"]]
+    rows = [row for row in rows if row["draft_length"].isdigit() or row["draft_length"] == "adaptive"]
+    rows.sort(key=lambda row: (row["workload"], row["synthetic_survival"] or 0.0, row["rows"]))
+    draw_speedups(rows).savefig(SPEED / "speedups.png", dpi=100)
+
+
 def rollout_table() -> str:
     """Rollouts with drafts over rollouts without, from results/speed/rollout_*.json."""
     rows = []
-    for path in sorted(SPEED.glob("rollout_*.json")):
-        for row in read(path)["rows"]:
-            synthetic, share = row["synthetic_survival"], row.get("share_of_floor")
-            workload = row.get("workload", "random")
-            if workload == "jsonl":  # which one, the file's name says
-                workload = path.stem.split("_")[1]
-            rows.append(
-                {
-                    "workload": f"synthetic, {synthetic:g}" if synthetic else workload,
-                    "branchy prompts": row.get("branchy"),
-                    "rows": row["rows"],
-                    "lengths": row["lengths"] + ("" if row["ladder"] else ", no ladder"),
-                    "drafts": row["draft_length"],
-                    "acceptance length": row["acceptance_length"],
-                    "tokens / s": f"{row['tokens_per_second']:.0f}",
-                    "speed-up": with_range(row),
-                    "over best fixed": None if share is None else with_range(row, "over_best_fixed"),
-                    "of what floors allow": None if share is None else f"{_share(row)} of {row['allowed']:.2f}",
-                    "invariant bits": with_range(row, "invariant_speedup") if "invariant_speedup" in row else None,
-                    "CPU": cpu(row),
-                }
-            )
+    for row in rollouts():
+        synthetic, share = row["synthetic_survival"], row.get("share_of_floor")
+        rows.append(
+            {
+                "workload": f"synthetic, {synthetic:g}" if synthetic else row["workload"],
+                "branchy prompts": row.get("branchy"),
+                "prompt tokens": row["prompt_tokens"],
+                "rows": row["rows"],
+                "lengths": row["lengths"] + ("" if row["ladder"] else ", no ladder"),
+                "drafts": row["draft_length"],
+                "acceptance length": row["acceptance_length"],
+                "tokens / s": f"{row['tokens_per_second']:.0f}",
+                "speed-up": with_range(row),
+                "over best fixed": None if share is None else with_range(row, "over_best_fixed"),
+                "of what floors allow": None if share is None else f"{_share(row)} of {row['allowed']:.2f}",
+                "invariant bits": with_range(row, "invariant_speedup") if "invariant_speedup" in row else None,
+                "CPU": cpu(row),
+            }
+        )
     return markdown_table(rows)
 
 
@@ -110,6 +125,7 @@ def peers_table() -> str:
                 {
                     "policy": row["shape"],
                     "workload": row.get("workload", "random"),
+                    "prompt tokens": row["prompt_tokens"],
                     "rows": row["rows"],
                     "engine": row["arm"],
                     "tokens / s": f"{row['tokens_per_second']:.0f}",

@@ -143,7 +143,7 @@ def test_speedups_have_intervals():
     rows = [
         {"rows": 1, "lengths": "equal", "synthetic_survival": 0.8, "draft_length": arm, "speedup": s}
         | {"speedup_low": s - 0.1, "speedup_high": s + 0.2}
-        for arm, s in (("0", 1.0), ("3", 1.5), ("adaptive", 1.75))
+        for arm, s in (("adaptive", 1.75), ("3", 1.5), ("0", 1.0))
     ]
     (axes,) = draw_speedups(rows).axes
     assert [bar.get_height() for bar in axes.patches] == [1.0, 1.5, 1.75]

@@ -29,7 +29,8 @@ def draw_speedups(rows: Rows) -> Figure:
         return f"{row['rows']} rows\n{row['lengths']}\n{kind}"
 
     batches = list(dict.fromkeys(batch(dict(row)) for row in rows))
-    arms = list(dict.fromkeys(row["draft_length"] for row in rows))
+    # Fixed numbers of drafts by their size, then the controller's arms.
+    arms = sorted({str(row["draft_length"]) for row in rows}, key=lambda arm: (not arm[0].isdigit(), arm))
     figure = Figure(figsize=(3 + 1.4 * len(batches), 4), layout="constrained")
     axes = figure.subplots()
     width = 0.8 / len(arms)

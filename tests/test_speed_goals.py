@@ -1,0 +1,40 @@
+"""Goals of the rollout engine are judged by whole intervals, and by the worst row."""
+
+import pytest
+from speed_goals import GOALS, Goal, goals_table, rows_of
+
+pytestmark = pytest.mark.ci
+
+
+def ranged(middle, low, high):
+    return {"speedup": middle, "speedup_low": low, "speedup_high": high}
+
+
+@pytest.mark.parametrize(
+    ("sign", "row", "met"),
+    [
+        ("≥", ranged(1.6, 1.5, 1.7), "yes"),
+        ("≥", ranged(1.6, 1.4, 1.7), "in the middle"),
+        ("≥", ranged(1.4, 1.3, 1.6), "no"),
+        ("≤", ranged(1.4, 1.3, 1.5), "yes"),
+        ("≤", ranged(1.4, 1.3, 1.6), "in the middle"),
+        ("≤", ranged(1.6, 1.4, 1.7), "no"),
+        ("≤", {"speedup": 1.4}, "yes"),
+    ],
+)
+def test_an_interval_is_judged_by_its_worse_end(sign, row, met):
+    assert Goal("", "", bool, "speedup", sign, 1.5).met(row) == met
+
+
+@pytest.mark.parametrize("goal", GOALS, ids=lambda goal: f"{goal.what}, {goal.field}")
+def test_every_goal_is_judged_by_rows_that_have_its_field(goal):
+    rows = rows_of(goal)
+    assert rows
+    assert all(goal.field in row for row in rows)
+
+
+def test_the_worst_row_is_told():
+    """Of two contexts, four batches and two draft lengths one line each."""
+    (line,) = (line for line in goals_table().splitlines() if "beside 2048 tokens" in line)
+    assert all(f" {found:.2f} (" not in line for found in (1.10, 1.13, 0.99))
+    assert "1.17 (1.12 to 1.19)" in line

@@ -91,7 +91,7 @@ def test_a_stage_that_only_skips_ends(tmp_path):
 def test_sigterm_saves_and_a_resumed_run_ends_in_the_same_bits(tmp_path, monkeypatch, capsys):
     models = write_models(tmp_path)
     options = ["--preset", "smoke", "--no-compare", "--steps", 2, "--scan-steps", 1, "--eval-every", 0]
-    options += ["--policy", models / "policy", "--drafter", models / "drafter", "--max-new-tokens", 12]
+    options += ["--policy", models / "policy", "--draft-length", 0, "--optimizer.name", "adamw", "--max-new-tokens", 12]
     run_script(monkeypatch, train_grpo, *options, "--out", tmp_path / "whole")
     keep = CheckpointWriter.save
 

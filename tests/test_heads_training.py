@@ -18,7 +18,7 @@ from specrl_jax.drafters.small_policy import SmallPolicyDrafter
 from specrl_jax.drafters.suffix import SuffixDrafter
 from specrl_jax.models.policy import head_weights
 
-pytestmark = pytest.mark.ci
+ci, full = pytest.mark.ci, pytest.mark.full
 BACKBONE = dataclasses.replace(POLICY, num_layers=1, tie_embeddings=False)
 HEADS = {
     "mtp": mtp_config(POLICY),
@@ -39,7 +39,10 @@ def two_steps(program, drafter, draft, **changes):
     return state, metrics
 
 
-@pytest.mark.parametrize("kind", HEADS)
+# The experts and blocks of two layouts compile for minutes; test_mtp_layouts.py has their rollouts on every change.
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=full if kind in ("nemotron_h", "deepseek_v3") else ci) for kind in HEADS]
+)
 def test_a_head_changes_neither_tokens_nor_policy(kind):
     config, program = HEADS[kind], make_program(3)
     # Of the block head two tokens are left out, and the others stand in another order.
@@ -62,6 +65,7 @@ def small_policy(params):
     return SmallPolicyDrafter(POLICY, VOCAB), params.replace(final_norm=params.final_norm * 0.7)
 
 
+@ci
 @pytest.mark.parametrize("made", [ngrams, small_policy])
 def test_a_drafter_that_does_not_learn_changes_neither_tokens_nor_policy(made):
     drafter, draft = made(initial()[0])
@@ -69,6 +73,7 @@ def test_a_drafter_that_does_not_learn_changes_neither_tokens_nor_policy(made):
     assert sha(state.draft) == sha(draft)
 
 
+@ci
 def test_a_slow_decline_makes_a_head_stale_and_a_lasting_one_does_not_keep_it_so():
     drafting = dataclasses.replace(make_program(3).step.drafting, tolerance=0.05)
 

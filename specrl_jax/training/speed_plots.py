@@ -30,7 +30,9 @@ def draw_speedups(rows: Rows) -> Figure:
 
     batches = list(dict.fromkeys(batch(dict(row)) for row in rows))
     # Fixed numbers of drafts by their size, then the controller's arms.
-    arms = sorted({str(row["draft_length"]) for row in rows}, key=lambda arm: (not arm[0].isdigit(), arm))
+    arms = sorted(
+        {str(row["draft_length"]) for row in rows}, key=lambda arm: (not arm[0].isdigit(), len(arm.split(",")[0]), arm)
+    )
     figure = Figure(figsize=(3 + 1.4 * len(batches), 4), layout="constrained")
     axes = figure.subplots()
     width = 0.8 / len(arms)

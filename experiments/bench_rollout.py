@@ -4,14 +4,17 @@ Arms, in turn, with noise that is theirs in common and other in every turn: draf
 the controller (in chains, and in trees with `--branches`), and the controller with a random head (which can only lose).
 A batch is `sequences` responses through `rows` rows. With `--task` they are a policy's responses to real prompts, which
 end as they end; else prompts are random and lengths forced: long-tailed ones are exp(N(ln 64, 0.8)), fixed by the seed
-and clipped at 512. `speedup` is the median of paired ratios to draft length 0, with its 95% interval, `over_best_fixed`
-that of the controller to the fastest fixed draft length (0 included). `allowed` is what the floors (`bare_products.py`,
-measured in the same turns) allow at the lengths of a turn and the acceptance of the longest fixed draft length in all
-turns (which synthetic acceptance continues), with the best draft length for every number of live rows, the same for all
-of them, after reading the prompts. `share_of_floor` is the controller's speed-up over that, by turn: median and 95%
-interval. `invariant_speedup` is that of the same arm in invariant numerics, over draft length 0 in plain ones
-(`--invariant`). `over_alike` is the controller to one that gives all rows as many drafts (`--alike`), `over_chains`
-that with trees to that with chains.
+and clipped at 512. With `--context` rows begin in the middle of their texts: the caches hold so many tokens of nothing
+in particular, and no prompt is read.
+
+`speedup` is the median of paired ratios to draft length 0, with its 95% interval, `over_best_fixed` that of the
+controller to the fastest fixed draft length (0 included). `allowed` is what the floors (`bare_products.py`, measured in
+the same turns, attention left out) allow at the lengths of a turn and the acceptance of the longest fixed draft length
+in all turns (which synthetic acceptance continues), with the best draft length for every number of live rows, the same
+for all of them, after reading the prompts, if any are. `share_of_floor` is the controller's speed-up over that, by
+turn: median and 95% interval. `invariant_speedup` is that of the same arm in invariant numerics, over draft length 0 in
+plain ones (`--invariant`). `over_alike` is the controller to one that gives all rows as many drafts (`--alike`),
+`over_chains` that with trees to that with chains.
 """
 
 import time
@@ -45,7 +48,7 @@ from specrl_jax.rollout.control import Body, Control, default_bodies
 from specrl_jax.rollout.engine import RolloutEngine
 from specrl_jax.rollout.rules import Match, Rule
 from specrl_jax.rollout.trajectory import Trajectory
-from specrl_jax.training.costs import costs_at
+from specrl_jax.training.costs import costs_at, standing_batch
 from specrl_jax.training.metrics import write_json
 from specrl_jax.training.sampling import concatenate
 from specrl_jax.training.speculation import response_metrics
@@ -80,6 +83,8 @@ class Config(OneDevice):
     """Most drafts of a row under the controller."""
     random_drafter: bool = False
     """Measure the controller with a random head too."""
+    context: int = 0
+    """Tokens in the caches of all rows before the first is drawn, in place of prompts that are read."""
     alike: bool = False
     """Measure the controller with as many drafts for all rows too."""
     invariant: bool = False
@@ -93,7 +98,7 @@ class Config(OneDevice):
     repeats: int = 15
 
     def __post_init__(self) -> None:
-        check_least("", self, repeats=3, sequences=0, longest=1, branches=1, samples=1)
+        check_least("", self, repeats=3, sequences=0, longest=1, branches=1, samples=1, context=0)
         if not all(0.0 <= s < 1.0 for s in self.survival):
             raise InputError(f"--survival is {self.survival}; choose probabilities from 0 (real acceptance) to below 1")
         task = self.work.task
@@ -101,6 +106,12 @@ class Config(OneDevice):
             raise InputError(f"--task {task} is for the real acceptance of --policy and --survival 0; give both")
         if any(count % self.samples for count in (self.rows if not self.sequences else (self.sequences,))):
             raise InputError(f"--samples is {self.samples}, which does not divide the sequences; choose a divisor")
+        if self.context and not all(self.survival):
+            raise InputError(f"--context is {self.context}, of synthetic acceptance; give --survival above 0")
+        if self.context and (self.samples > 1 or any(self.sequences > rows for rows in self.rows)):
+            raise InputError(
+                f"--context {self.context} is of rows that begin together; leave --sequences, --samples out"
+            )
         if self.drafts != "head" and any(self.survival):
             raise InputError(f"--drafts {self.drafts} is for real acceptance; give --survival 0")
         if self.random_drafter and self.drafts != "head":
@@ -136,25 +147,50 @@ PRESETS: dict[str, Mapping[str, Any]] = {
 
 @dataclass
 class Arm:
-    """A way to roll out, timed turn by turn with the noise keys of the turn.
+    """A way to roll out, timed turn by turn with noise that arms have in common and turns do not.
 
-    control: what it began with. turns: what it wrote, on the host.
+    params, draft: of policy and drafter, None without drafts. context: tokens in the caches to begin with, in place of
+    prompts. control: what it began with. epoch: of the noise of its first turn. turns: what it wrote, on the host.
     """
 
     engine: RolloutEngine
-    roll_out: Callable[[UInt32[Array, "b 2"]], Trajectory]
-    keys: Callable[[int], UInt32[Array, "b 2"]]
+    params: PolicyParams
+    draft: Any
+    work: Work
+    context: int = 0
     control: Control | None = None
+    epoch: int = 0
     turns: list[Trajectory] = field(default_factory=list)
 
+    def __post_init__(self) -> None:
+        self._state = self.control
+
     def __call__(self) -> float:
-        """Seconds of one rollout."""
-        keys = jax.block_until_ready(self.keys(len(self.turns)))
-        start = time.perf_counter()
-        last = jax.block_until_ready(self.roll_out(keys))
-        seconds = time.perf_counter() - start
+        """Seconds of one rollout. It starts with what the one before learned, as in training."""
+        samples, epoch = self.engine.config.samples_per_prompt, self.epoch + len(self.turns)
+        keys = noise_keys(self.work.prompts, samples, self.work.seed, epoch)
+        last, seconds = (self._go_on if self.context else self._roll_out)(jax.block_until_ready(keys))
+        self._state = last.control
         self.turns.append(jax.device_get(replace(last, control=None)))
         return seconds
+
+    def _roll_out(self, keys: UInt32[Array, "b 2"]) -> tuple[Trajectory, float]:
+        """From prompts to the last token."""
+        program, limits = rollout_program(self.engine), jnp.asarray(self.work.limits)
+        start = time.perf_counter()
+        last = program(self.params, self.draft, self.work.prompts, keys, limits, self._state)
+        return jax.block_until_ready(last), time.perf_counter() - start
+
+    def _go_on(self, keys: UInt32[Array, "b 2"]) -> tuple[Trajectory, float]:
+        """From the first token to the last, of rows whose caches are filled before the clock starts."""
+        batch = standing_batch(self.engine, len(self.work.limits), self.context, self._state)
+        rows = replace(batch.rows, keys=keys, limit=jnp.asarray(self.work.limits))
+        # As arrays of its own: the program takes their memory.
+        batch = jax.block_until_ready(jax.tree.map(jnp.copy, replace(batch, rows=rows)))
+        start = time.perf_counter()
+        last = jax.block_until_ready(rest_program(self.engine)(self.params, self.draft, batch, keys))
+        seconds = time.perf_counter() - start
+        return replace(last.trajectory, control=last.control), seconds
 
     def figures(self, turns: int) -> dict[str, Any]:
         """Entropy in nats per token, acceptance, and how often each body ran, in all of the last so many turns."""
@@ -195,29 +231,16 @@ def rollout_program(engine: RolloutEngine) -> Any:
     return jax.jit(engine.rollout)
 
 
-def keys_by_turn(work: Work, samples: int) -> Callable[[int], UInt32[Array, "b 2"]]:
-    """Noise of a turn: arms meet the same luck, turns do not."""
-    return lambda turn: noise_keys(work.prompts, samples, work.seed, turn)
+@lru_cache(maxsize=32)
+def rest_program(engine: RolloutEngine) -> Any:
+    """The compiled rest of a rollout that has begun."""
+    return jax.jit(engine.finish, donate_argnums=2)
 
 
-def fixed_arm(engine: RolloutEngine, pair: Pair, work: Work) -> Arm:
+def fixed_arm(engine: RolloutEngine, pair: Pair, work: Work, context: int = 0) -> Arm:
     """A fixed draft length."""
-    program, limits = rollout_program(engine), jnp.asarray(work.limits)
     draft = params_for(engine.drafter, pair.draft) if engine.speculative else None
-    keys = keys_by_turn(work, engine.config.samples_per_prompt)
-    return Arm(engine, lambda keys: program(pair.params, draft, work.prompts, keys, limits), keys)
-
-
-def adaptive_arm(engine: RolloutEngine, pair: Pair, draft: Any, work: Work, control: Control | None) -> Arm:
-    """The controller. Every rollout starts with what the one before learned, as in training."""
-    program, limits, state = rollout_program(engine), jnp.asarray(work.limits), [control]
-
-    def roll_out(keys: UInt32[Array, "b 2"]) -> Trajectory:
-        trajectory = program(pair.params, draft, work.prompts, keys, limits, state[0])
-        state[0] = trajectory.control
-        return trajectory
-
-    return Arm(engine, roll_out, keys_by_turn(work, engine.config.samples_per_prompt), control)
+    return Arm(engine, pair.params, draft, work, context)
 
 
 def random_head(draft: Any, seed: int) -> Any:
@@ -236,25 +259,26 @@ def measure(
     """A row of the table per arm; `floors` are timed with them."""
     rows = min(rows, len(work.limits))
     rule = SyntheticMatch(survival=survival) if survival else Match()
-    context = work.prompts.tokens.shape[1] + 64
+    prompt_tokens = 0 if config.context else int(work.prompts.tokens.shape[1])
+    context = prompt_tokens + config.context + 64
 
     def controlled(numerics: Numerics, name: str, rule: Rule = rule) -> Arm:
         chosen = rollout_of(config, pair, work, rows, config.longest, rule, True, numerics)
         path = Path(f"{config.costs}.{name}{rows}.json") if config.costs else None
         draft = params_for(chosen.drafter, pair.draft)
         control = costs_at(path, chosen, pair.params, draft, rows, context)
-        return adaptive_arm(chosen, pair, draft, work, control)
+        return Arm(chosen, pair.params, draft, work, config.context, control)
 
     adaptive = controlled(PLAIN, "")
     assert adaptive.control is not None
     bodies = adaptive.engine.config.bodies_for(rows)
     times = round_times(adaptive.control, bodies, config.longest, context)
-    fixed = {"0": fixed_arm(rollout_of(config, pair, work, rows, 0, Match(), False), pair, work)}
+    fixed = {"0": fixed_arm(rollout_of(config, pair, work, rows, 0, Match(), False), pair, work, config.context)}
     for k in config.draft_lengths:
-        fixed[str(k)] = fixed_arm(rollout_of(config, pair, work, rows, k, rule, False), pair, work)
+        fixed[str(k)] = fixed_arm(rollout_of(config, pair, work, rows, k, rule, False), pair, work, config.context)
         if config.branches > 1:
             engine = rollout_of(config, pair, work, rows, k, Match(branches=config.branches), False)
-            fixed[f"{k}, {config.branches} branches"] = fixed_arm(engine, pair, work)
+            fixed[f"{k}, {config.branches} branches"] = fixed_arm(engine, pair, work, config.context)
     arms = fixed | {"adaptive": adaptive}
     with_trees = f"adaptive, {config.branches} branches"
     if config.branches > 1:
@@ -262,17 +286,15 @@ def measure(
     if config.random_drafter:
         random = random_head(pair.draft, config.run.seed)
         engine = rollout_of(config, pair, work, rows, config.longest, Match(), adaptive=True)
-        arms["adaptive, random head"] = adaptive_arm(engine, pair, random, work, adaptive.control)
+        arms["adaptive, random head"] = replace(adaptive, engine=engine, draft=random, turns=[])
     if config.alike:
         settings = replace(adaptive.engine.config, per_row=False)
         engine = replace(adaptive.engine, config=settings)
-        arms["adaptive, alike"] = adaptive_arm(
-            engine, pair, params_for(engine.drafter, pair.draft), work, adaptive.control
-        )
+        arms["adaptive, alike"] = replace(adaptive, engine=engine, turns=[])
     twins = {}
     if config.invariant:
         without = rollout_of(config, pair, work, rows, 0, Match(), False, INVARIANT)
-        twins = {"0": fixed_arm(without, pair, work), "adaptive": controlled(INVARIANT, "invariant.")}
+        twins = {"0": fixed_arm(without, pair, work, config.context), "adaptive": controlled(INVARIANT, "invariant.")}
     named = {f"{name}, invariant": arm for name, arm in twins.items()}
     seconds = in_turn(arms | named | dict(floors), config.repeats, discard=2)
     lengths = [np.asarray(turn.lengths) for turn in arms["0"].turns[-config.repeats :]]
@@ -281,7 +303,7 @@ def measure(
     survivals = list(figures[str(max(config.draft_lengths))].get("survival_per_position", []))
     while survival and survivals and len(survivals) < config.longest:
         survivals.append(survivals[-1] * survival)
-    read = int(jnp.sum(work.prompts.lengths))
+    read = 0 if config.context else int(jnp.sum(work.prompts.lengths))
     turns = zip(floors_by_turn(seconds), lengths, strict=bool(floors))
     allowed = np.array([allowed_speedup(floor, own, rows, survivals, read) for floor, own in turns])
     shared: dict[str, Any] = {
@@ -291,7 +313,8 @@ def measure(
         "sequences": len(work.limits),
         "lengths": "natural" if config.work.task else config.lengths,
         "longest_response": int(max(own.max() for own in lengths)),
-        "prompt_tokens": int(work.prompts.tokens.shape[1]),
+        "prompt_tokens": prompt_tokens,
+        "context": config.context or None,
         "ladder": config.ladder,
         "drafts": config.drafts,
         "temperature": work.temperature,
@@ -331,6 +354,9 @@ def main(config: Config) -> None:
     source = (config.model.policy, config.model.target.vocab_size, config.lengths, config.run.seed)
     works = {rows: make_work(config.work, config.sequences or rows, *source, config.samples) for rows in config.rows}
     pair = open_expanded_or_small(config.model, config.run.seed)
+    for rows, work in works.items():
+        width = config.context + 1 if config.context else work.prompts.tokens.shape[1]
+        rollout_of(config, pair, work, rows, 0, Match(), False).check_prompt_width(width)
     out = open_output(config.run, config, SCRIPT)
     headed = config.floors and config.drafts == "head" and isinstance(pair.drafter, Eagle3Drafter)
     floors = {rows: floor_calls(pair, rows, config.longest) if headed else {} for rows in config.rows}

@@ -6,7 +6,8 @@ step of the engine, and the bare matrix products of both: `step_over_bare` count
 steps over those of an autoregressive step; `round_cost` is the measured round over the measured step;
 `over_floor` is the one over the other, and `over_products` the same where the floor counts the policy's attention
 too. The parts of a round are timed by themselves: drafting, the policy's forward, drawing; bookkeeping is what
-remains. `draft_over_least` is the time of drafting over that of the least drafts.
+remains. `draft_over_least` is the time of drafting over that of the least drafts. `invariant_step` and
+`invariant_round` are a step and a round in invariant numerics over the same in plain ones (`--invariant`).
 With `--drafts ngram`, `suffix` or `block` the floor is that of the verify alone; a block drafter has random weights
 (every draft survives with the same probability whoever made it). Suffix drafts look in the three other responses to a
 prompt, where the rows can be split by four, and in four of an earlier epoch.
@@ -45,6 +46,7 @@ from specrl_jax.training.metrics import write_json
 from specrl_jax.training.speed_plots import draw_round_cost
 
 SCRIPT = "bench_round_cost"
+INVARIANT = Numerics("invariant")
 _LOOKED_IN = 4
 """Responses to a prompt in a rollout, and in the epoch before, where suffix drafts look."""
 
@@ -65,6 +67,8 @@ class Config(OneDevice):
     repeats: int = 15
     parts: bool = True
     """Time the parts of a round too."""
+    invariant: bool = False
+    """Time steps and rounds in invariant numerics too."""
 
     def __post_init__(self) -> None:
         check_least("", self, repeats=3)
@@ -187,6 +191,8 @@ def measure(pair: Pair, config: Config, rows: int, context: int) -> list[dict[st
     drafter, params = drafting_of(config, pair)
     step = engine_of(pair, None, 0, config.survival)
     calls = {"step": round_call(pair, step, None, rows, context), "bare step": bare_step, "bare draft": bare_draft}
+    if config.invariant:
+        calls["step, invariant"] = round_call(pair, replace(step, numerics=INVARIANT), None, rows, context)
     cache = policy_cache(pair.policy, rows, context, Numerics())
     for k in (0, *config.draft_lengths):
         queries = jnp.ones((rows, k + 1, pair.policy.num_heads, pair.policy.head_dim), jnp.dtype(pair.policy.dtype))
@@ -198,6 +204,10 @@ def measure(pair: Pair, config: Config, rows: int, context: int) -> list[dict[st
         if looks:
             params = earlier_epoch(engine, rows, config.run.seed)
         calls[f"round {k}"] = round_call(pair, engine, params, rows, context)
+        if config.invariant:
+            calls[f"round {k}, invariant"] = round_call(
+                pair, replace(engine, numerics=INVARIANT), params, rows, context
+            )
         calls[f"bare verify {k}"] = bare_calls(pair, rows * (k + 1))[0]
         if config.parts:
             named = part_calls(pair, engine, params, rows, context)
@@ -232,6 +242,9 @@ def measure(pair: Pair, config: Config, rows: int, context: int) -> list[dict[st
             **ratio_columns("over_products", whole / seconds["step"], products),
             "forward_over_bare": float("nan"),
         }
+        if config.invariant:
+            row |= ratio_columns("invariant_step", seconds["step, invariant"], seconds["step"])
+            row |= ratio_columns("invariant_round", seconds[f"round {k}, invariant"], whole)
         if config.parts:
             parts = {name: 1e3 * typical[f"{name} {k}"] for name in ("draft", "forward", "draw")}
             row |= {f"{name}_ms": value for name, value in parts.items()}

@@ -18,9 +18,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from experiments import train_draft
-from experiments.bench_rollout import Arm, rollout_program
-from experiments.bench_work import noise_keys
+from experiments import bench_work, train_draft
+from experiments.bench_rollout import Arm
 from experiments.common import check_least, run_main
 from experiments.draft_stage import Rollouts
 from experiments.expand import size
@@ -135,12 +134,10 @@ def arm_of(config: Config, model: Model, method: Method, prompts: Prompts, rows:
     length = 0 if method.drafter is None else config.eval_draft_length
     settings = RolloutConfig(config.max_new_tokens, config.samples, length, law, rows=rows)
     engine = RolloutEngine(model.policy, settings, model.numerics, method.drafter)
-    program = rollout_program(engine)
-    return Arm(
-        engine,
-        lambda keys: program(model.params, method.params, prompts, keys),
-        lambda turn: noise_keys(prompts, config.samples, config.run.seed, epoch + turn),
-    )
+    limits = np.full(len(prompts.lengths) * config.samples, config.max_new_tokens, np.int32)
+    assert model.params is not None
+    work = bench_work.Work(prompts, limits, seed=config.run.seed)
+    return Arm(engine, model.params, method.params, work, epoch=epoch)
 
 
 def one_seed(config: Config, model: Model, heads: Mapping[str, HeadDrafter], work: Work, out: Path) -> list[dict]:

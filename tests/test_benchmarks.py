@@ -27,7 +27,7 @@ from specrl_jax.rollout.draws import PlacedDraws
 from specrl_jax.rollout.noise import sequence_keys
 from specrl_jax.rollout.rules import Match
 from specrl_jax.rollout.sampling import SamplingLaw
-from specrl_jax.training.costs import load_costs, save_costs
+from specrl_jax.training.costs import load_costs, save_costs, standing_batch
 
 pytestmark = pytest.mark.ci
 
@@ -45,6 +45,13 @@ pytestmark = pytest.mark.ci
         ("bench_rollout", "--policy and --drafter belong together", ("--drafter", "somewhere")),
         ("bench_rollout", "--task arithmetic is for the real acceptance of --policy", ("--task", "arithmetic")),
         ("bench_rollout", "--branchy is 0.5; choose a share from 0 to 1, with --task", ("--branchy", 0.5)),
+        ("bench_rollout", "--context is -1; it must be at least 0", ("--context", -1)),
+        ("bench_rollout", "--context is 8, of synthetic acceptance", ("--context", 8, "--survival", 0)),
+        (
+            "bench_rollout",
+            "--context 8 is of rows that begin together",
+            ("--context", 8, "--rows", 2, "--sequences", 4),
+        ),
         ("bench_rollout", "--branches 2 is for real acceptance; give --survival 0", ("--branches", 2)),
         ("bench_peers", "temperature is -1.0; choose a value", ("--temperature", -1.0)),
         ("bench_rollout", "--branches 5 with --longest 7 exceeds 32", ("--branches", 5, "--survival", 0)),
@@ -234,7 +241,7 @@ def test_arms_meet_the_same_noise_in_a_turn_and_other_noise_in_the_next():
     without, drafting = (bench_rollout.fixed_arm(engine, pair, work) for engine in engines)
     chosen = bench_rollout.rollout_of(config, pair, work, 4, 3, Match(), True)
     control = equal_prices(chosen.config, 4)
-    adaptive = bench_rollout.adaptive_arm(chosen, pair, draft, work, control)
+    adaptive = bench_rollout.Arm(chosen, pair.params, draft, work, control=control)
     in_turn({"without": without, "drafting": drafting, "adaptive": adaptive}, 2, discard=1)
     for one, *others in zip(without.turns, drafting.turns, adaptive.turns, strict=True):
         for other in others:
@@ -245,6 +252,41 @@ def test_arms_meet_the_same_noise_in_a_turn_and_other_noise_in_the_next():
     rounds, accepted = (sum(int(getattr(turn.stats, name)) for turn in counted) for name in ("rounds", "accepted"))
     assert figures["acceptance_length"] == 1.0 + accepted / rounds
     assert figures["response_tokens"] == sum(int(turn.lengths.sum()) for turn in counted)
+
+
+def test_rows_go_on_from_filled_caches(monkeypatch, tmp_path):
+    give_prices(monkeypatch)
+    begun, out = [], tmp_path / "out"
+
+    def noted(*args):
+        begun.append(standing_batch(*args))
+        return begun[-1]
+
+    monkeypatch.setattr(bench_rollout, "standing_batch", noted)
+    argv = ("--preset", "smoke", "--context", 40, "--lengths", "long-tailed", "--no-floors", "--out", out)
+    run_script(monkeypatch, SCRIPTS["bench_rollout"], *argv)
+    rows = json.loads((out / "results.json").read_text())["rows"]
+    assert [(row["context"], row["prompt_tokens"]) for row in rows] == [(40, 0)] * 3
+    assert begun
+    for batch in begun:
+        assert np.all(batch.rows.length == 40)
+        assert batch.waiting.count == 2  # no prompt is left to read
+        assert batch.rows.drafter is None or np.all(batch.rows.drafter.length == 40)
+
+
+def test_rows_that_go_on_draw_what_their_arms_have_in_common():
+    drafter, draft = random_eagle3()
+    pair = SimpleNamespace(policy=POLICY, params=tiny_params(), drafter=drafter, draft=draft)
+    work, config = Work(tiny_prompts(2), np.array([5, 9], np.int32)), bench_rollout.Config()
+    arms = [
+        bench_rollout.fixed_arm(bench_rollout.rollout_of(config, pair, work, 2, k, Match(), False), pair, work, 20)
+        for k in (0, 3)
+    ]
+    in_turn(dict(enumerate(arms)), 2, discard=0)
+    for one, other in zip(*(arm.turns for arm in arms), strict=True):
+        np.testing.assert_array_equal(one.tokens, other.tokens)
+        np.testing.assert_array_equal(one.lengths, work.limits)
+    assert not np.array_equal(*(turn.tokens for turn in arms[0].turns))
 
 
 def test_trees_are_timed_beside_chains(monkeypatch, tmp_path):

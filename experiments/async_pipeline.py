@@ -87,7 +87,7 @@ def run_of(config: Config, seed: int, folder: Path, lag: int, drafts: bool, **gi
         changes["mesh"] = config.learner_mesh
     if not drafts:
         changes |= {
-            "speculation": replace(config.speculation, draft_length=0, most_drafts=MOST_DRAFTS),
+            "speculation": replace(config.speculation, draft_length=0, most_drafts=MOST_DRAFTS, costs=None),
             "drafter": None,
         }
     return grpo_arm(config, seed, folder, **changes)

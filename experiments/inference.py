@@ -131,6 +131,8 @@ class Model:
             raise InputError(
                 f"--most-drafts {options.most_drafts} is for the controller of train_grpo; choose a --draft-length"
             )
+        if options.costs is not None:
+            raise InputError(f"--costs {options.costs} is for the controller of train_grpo; choose a --draft-length")
         drafter = options.drafter(self.drafter)
         if drafter is None and options.drafts == "head+suffix":
             raise InputError("--drafts head+suffix needs the head's folder; give --drafter")

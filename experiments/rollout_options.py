@@ -1,6 +1,7 @@
 """Options of every script that rolls out: the sampling law, and how drafts are made and judged."""
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import tyro
@@ -64,9 +65,14 @@ class SpeculationOptions:
 
     draft_length: int | Literal["auto"] = "auto"
     """Drafts per round on the longest path, 0 for none. auto: in a GRPO run costs and acceptance choose them while it
-    runs, of chains or combs under rule match; elsewhere 3, or what the drafter was made for if that is less."""
+    runs, of chains or combs under rule match, of chains under other rules with --costs; elsewhere 3, or what the
+    drafter was made for if that is less."""
     most_drafts: int = MOST_DRAFTS
     """Drafts of a row at most where a controller chooses; fewer of a drafter that was made for fewer."""
+    costs: str | None = None
+    """Cost table of the controller, `costs.json` of an earlier GRPO run of the same policy, drafter, law and rows, in
+    place of measuring one. Under other rules than match the numbers of drafts decide which tokens are drawn, so that
+    a controller takes no table there but a given one."""
     drafts: Drafts = "head"
     """head: of a draft head; ngram: from the prompt and the response itself; suffix: from the other responses to the
     prompt too, those of earlier epochs included; head+suffix: of whichever is surer."""
@@ -93,9 +99,15 @@ class SpeculationOptions:
             raise InputError(f"--most-drafts is {self.most_drafts}; choose 1 to 64, or --draft-length 0 for no drafts")
         if self.most_drafts != MOST_DRAFTS and not self.adaptive:
             raise InputError(
-                f"--most-drafts {self.most_drafts} is for chains or combs under --rule match and --draft-length auto; "
-                "leave it, or what is against it, out"
+                f"--most-drafts {self.most_drafts} is for --draft-length auto, in chains or combs under --rule match, "
+                "or with --costs; leave it, or what is against it, out"
             )
+        if self.costs is not None and not self.adaptive:
+            raise InputError(
+                f"--costs {self.costs} is for --draft-length auto, in chains or combs; leave it or others out"
+            )
+        if self.costs is not None and not Path(self.costs).is_file():
+            raise InputError(f"--costs {self.costs} is no file; give the costs.json of an earlier run")
         if self.drafts == "head+suffix" and (self.rule != "match" or self.branches > 1):
             raise InputError("--drafts head+suffix are chains under --rule match; leave out what is against it")
         _ = self.verification
@@ -103,7 +115,8 @@ class SpeculationOptions:
     @property
     def adaptive(self) -> bool:
         """Whether a controller may choose the drafts of every round."""
-        return self.draft_length == "auto" and self.rule == "match" and self.tree == "comb"
+        given = self.rule == "match" or self.costs is not None
+        return self.draft_length == "auto" and self.tree == "comb" and given
 
     def drafts_with(self, drafter: Any, *, adaptive: bool) -> int:
         """Drafts per round with a drafter or without one; of a row at most, where a controller chooses."""

@@ -69,7 +69,7 @@ from specrl_jax.rollout.engine import RolloutEngine
 from specrl_jax.rollout.sampling import SamplingLaw
 from specrl_jax.rollout.trajectory import Trajectory
 from specrl_jax.training.checkpoints import latest_step
-from specrl_jax.training.costs import costs_at
+from specrl_jax.training.costs import costs_at, given_costs
 from specrl_jax.training.grpo_run import GrpoRun, RunConfig, grpo_checkpoints
 from specrl_jax.training.metrics import read_metrics
 from specrl_jax.training.sampling import Sampler, sample_all
@@ -176,6 +176,11 @@ class Session:
     def roller(self, program: GrpoProgram) -> GrpoProgram | None:
         """The step on the devices of the rollouts alone, where there are such."""
         return None if self.rollout_mesh is None else program.on(self.rollout_mesh)
+
+    def rows(self, program: GrpoProgram) -> int:
+        """Sequences that a device decodes at the same time."""
+        prompts = self.config.prompts // row_devices((self.roller(program) or program).mesh)
+        return program.step.engine.layout(prompts, self.workload.prompt_width).rows
 
 
 def warm_up(session: Session, params: PolicyParams, out: Path) -> PolicyParams:
@@ -302,16 +307,15 @@ class Start:
 
 def controller(session: Session, program: GrpoProgram, folder: Path, start: Start) -> Control | None:
     """The draft-length controller, its cost table measured once and kept in the folder; None for a fixed length."""
-    engine = program.step.engine
+    engine, given = program.step.engine, session.config.speculation.costs
     if not engine.config.adaptive:
         return None
-    roller = session.roller(program) or program
-    prompts = session.config.prompts // row_devices(roller.mesh)
-    rows = engine.layout(prompts, session.workload.prompt_width).rows
+    roller, rows = session.roller(program) or program, session.rows(program)
     context = session.workload.prompt_width + session.config.max_new_tokens // 4
     nothing = jnp.int32(0)
     served = roller.receive(program.gather(GrpoState(start.params, None, start.draft, None, None, nothing, nothing)))
-    return costs_at(folder / "costs.json", engine, served.params, served.draft, rows, context)
+    path = None if given is None else Path(given)
+    return costs_at(folder / "costs.json", engine, served.params, served.draft, rows, context, path)
 
 
 def save_run_policy(folder: Path, session: Session, state: GrpoState) -> None:
@@ -409,6 +413,8 @@ def open_session(config: Config) -> tuple[Session, PolicyParams | None, DraftMod
     session = Session(config, mesh, workload, policy, numerics, drafter, apart)
     program = session.program(session.draft_length)
     check_rollouts(session, program)
+    if config.speculation.costs is not None and session.adaptive:
+        given_costs(Path(config.speculation.costs), program.step.engine, session.rows(program))
     if params is None:
         check_warm_up(config.warmup, mesh)
     check_history(config, workload)

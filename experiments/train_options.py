@@ -242,7 +242,8 @@ class Config:
     @property
     def inputs(self) -> dict[str, str | None]:
         """Folders and files that the run reads, by name of the option."""
-        return {"policy": self.policy, "drafter": self.drafter, "data": self.data, "eval_data": self.eval_data}
+        read = {"policy": self.policy, "drafter": self.drafter, "data": self.data, "eval_data": self.eval_data}
+        return read | {"costs": self.speculation.costs}
 
     @property
     def trains_head(self) -> bool:

@@ -39,7 +39,6 @@ from specrl_jax.rollout.control import (
     merge,
 )
 from specrl_jax.rollout.engine import RolloutEngine
-from specrl_jax.rollout.rules import Block
 from specrl_jax.rollout.sampling import Context, SamplingLaw
 from specrl_jax.training import costs as costs_module
 
@@ -147,8 +146,6 @@ def test_plain_numerics():
 
 
 def test_what_cannot_be_chosen_from_is_refused():
-    with pytest.raises(InputError, match="an adaptive draft length needs chains"):
-        engine_of(rule=Block())
     with pytest.raises(InputError, match="rollout bodies names 13 rounds"):
         engine_of(bodies=(Body(1, 1),) * 13)
     engine = engine_of(bodies=(Body(15, 15), Body(15, 30), Body(15, 15)))

@@ -220,6 +220,10 @@ def test_drafters_that_do_not_fit_are_refused(refused, models, tmp_path, script)
         ("--draft-length 2", "draft length is 2 without a drafter; give one or use 0"),
         ("--draft-length -1", "draft_length is -1"),
         ("--most-drafts 5", "--most-drafts 5 is for the controller of train_grpo; choose a --draft-length"),
+        (
+            "--costs pyproject.toml",
+            "--costs pyproject.toml is for the controller of train_grpo; choose a --draft-length",
+        ),
         ("--samples 0", "--samples is 0; it must be at least 1"),
         ("--batch 0", "--batch is 0"),
         ("--problems 0", "--problems is 0"),

@@ -30,6 +30,8 @@ def test_the_evaluations_of_an_adaptive_run_draft_at_most_three(monkeypatch):
         ({"draft_length": 3}, False, 3),
         ({"draft_length": 0}, False, 0),
         ({"rule": "block"}, False, 3),
+        ({"rule": "block", "costs": __file__}, True, 7),
+        ({"rule": "ratio", "costs": __file__, "most_drafts": 4}, True, 4),
         ({"branches": 2}, True, 7),
         ({"branches": 2, "tree": "full"}, False, 3),
         ({"drafts": "ngram"}, True, 7),

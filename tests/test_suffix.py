@@ -279,5 +279,5 @@ def test_bad_settings_are_refused():
     drafter = CombinedDrafter(head)
     with pytest.raises(InputError, match="proposes chains; choose 1 branch"):
         rolled_out(engine_of(2, drafter, Match(branches=2)), Both(weights, None))
-    with pytest.raises(InputError, match="which only rule match keeps"):
+    with pytest.raises(InputError, match="is for rule match, which asks for no laws"):
         rolled_out(engine_of(2, drafter, Ratio()), Both(weights, None))

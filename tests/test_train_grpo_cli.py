@@ -148,12 +148,9 @@ def test_prompts_longer_than_the_cache_are_refused(refused, models):
         ("--most-drafts 65 --draft-length auto", "--most-drafts is 65; choose 1 to 64"),
         (
             "--most-drafts 5",
-            "--most-drafts 5 is for chains or combs under --rule match and --draft-length auto; leave it,",
+            "--most-drafts 5 is for --draft-length auto, in chains or combs under --rule match, or with",
         ),
-        (
-            "--most-drafts 5 --draft-length auto --rule block",
-            "--most-drafts 5 is for chains or combs under --rule match",
-        ),
+        ("--most-drafts 5 --draft-length auto --rule block", "--most-drafts 5 is for --draft-length auto"),
         ("--branches 5 --draft-length auto --numerics plain", "of 7 with 5 branches has 35 drafts; choose at most 32"),
         (
             "--draft-length auto --acceptance-floor 2",

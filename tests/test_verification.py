@@ -87,10 +87,11 @@ def log_product(tables_, tokens):
     return total
 
 
-def emitted_law(rule, p, q, told_q=None):
+def emitted_law(rule, p, q, told_q=None, kept=None):
     """Joint law of the next k + 1 tokens, `[v] * (k + 1)`: a round of `rule`, then the policy alone.
 
-    p, q: tables of policy and drafter. told_q: what the rule is told of the drafter's law.
+    p, q: tables of policy and drafter. told_q: what the rule is told of the drafter's law. kept: how many of some
+    drafts, `[r, k]`, are shown to it, all by default.
     """
     vocab, k = p[0].shape[-1], len(q)
     told_q = q if told_q is None else told_q
@@ -100,7 +101,8 @@ def emitted_law(rule, p, q, told_q=None):
     rows, coins, tokens = every_branch(drafts[drawn > 0], vocab)
     drafts, drawn = drafts[drawn > 0][rows], drawn[drawn > 0][rows]
     branch = Branch(coins, tokens)
-    out = rule(jnp.asarray(drafts), jnp.asarray(along(p, drafts)), jnp.asarray(along(told_q, drafts)), branch)
+    shown = drafts if kept is None else np.where(np.arange(k) < kept(drafts)[:, None], drafts, -1)
+    out = rule(jnp.asarray(shown), jnp.asarray(along(p, drafts)), jnp.asarray(along(told_q, drafts)), branch)
     law = np.zeros([vocab] * (k + 1))
     for weight, emitted, accepted in zip(
         drawn * branch.probability, *map(np.asarray, (out.tokens, out.accepted)), strict=True
@@ -156,6 +158,33 @@ def test_a_drafter_that_is_the_policy_is_always_accepted(rule, float64):
     log_p = jnp.asarray(along(p, np.asarray(drafts)))
     draws = KeyedDraws(jnp.asarray(np.random.default_rng(0).integers(2**32, size=(27, 2), dtype=np.uint32)))
     np.testing.assert_array_equal(RULES[rule](drafts, log_p, log_p[:, :3], draws).accepted, 3)
+
+
+STOPS = {
+    "none": lambda drafts: np.zeros(len(drafts)),
+    "one": lambda drafts: np.ones(len(drafts)),
+    "by the draft before": lambda drafts: 1 + (drafts[:, 0] % 2) * (1 + (drafts[:, 1] == 0)),
+}
+PEEKS = {
+    "at the draft itself": lambda drafts: 1 + (drafts[:, 1] % 2),
+    "at the draft after": lambda drafts: 1 + (drafts[:, 1:].sum(1) % 2),
+}
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("proposal", PROPOSALS)
+@pytest.mark.parametrize("stop", STOPS)
+def test_rows_may_stop_by_the_drafts_before(rule, proposal, stop, float64):
+    p = tables(SamplingLaw(), 3, 4, 1)
+    law = emitted_law(RULES[rule], p, PROPOSALS[proposal](SamplingLaw(), 3, 3), kept=STOPS[stop])
+    assert np.abs(law - autoregressive(p)).max() <= 1e-12
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("peek", PEEKS)
+def test_caught_drafts_dropped_for_what_they_are(rule, peek, float64):
+    p, q = tables(SamplingLaw(), 3, 4, 1), tables(SamplingLaw(), 3, 3, 2)
+    assert distance(emitted_law(RULES[rule], p, q, kept=PEEKS[peek]), autoregressive(p)) > 0.01
 
 
 def expected_accepted(rule, p, q):

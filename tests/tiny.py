@@ -12,7 +12,7 @@ from flax import struct
 from specrl_jax.data.prompts import Prompts
 from specrl_jax.drafters.eagle3 import Eagle3Drafter
 from specrl_jax.drafters.eagle3_params import Eagle3Config, init_eagle3
-from specrl_jax.drafters.protocol import Choice, Texts, propose_tree
+from specrl_jax.drafters.protocol import Choice, Texts, choose_next, propose_tree
 from specrl_jax.models.cache import KVCache, own_pages
 from specrl_jax.models.config import PolicyConfig
 from specrl_jax.models.numerics import Numerics
@@ -127,6 +127,23 @@ class BigramDrafter:
             return choose(params[last], ids, before, count)
 
         return propose_tree(tree, below, len(texts.sequence))
+
+
+@dataclass(frozen=True)
+class ChainBigramDrafter(BigramDrafter):
+    """One that can stop after any draft, and pass over pairs."""
+
+    def begin(self, params, embed, state, texts, depth, choose):
+        return state.token, self._next(params, state.token, jnp.int32(0), choose)
+
+    def advance(self, params, embed, state, carry, tokens, step, choose):
+        return carry, self._next(params, tokens, step + 1, choose)
+
+    def _next(self, params, last, step, choose):
+        return choose_next(choose, params[last], jnp.arange(params.shape[0], dtype=jnp.int32), step)
+
+    def skip(self, state, counts):
+        return LastToken(state.token, state.length + counts)
 
 
 def no_texts(rows):

@@ -63,6 +63,10 @@ def with_history(params: Any, history: History | None) -> Any:
 
 def _surer(one: Choice, other: Choice) -> Choice:
     """Row by row, the draft of greater confidence; the first one's of equals."""
+    if one.log_law is not None:
+        raise InputError(
+            "a head combined with suffix drafts is for rule match, which asks for no laws; choose that rule"
+        )
     assert one.confidence is not None
     assert other.confidence is not None
     wins = (other.confidence > one.confidence) & (other.token >= 0)

@@ -22,7 +22,6 @@ import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
-from specrl_jax.errors import InputError
 from specrl_jax.models.tree import Tree
 
 
@@ -72,12 +71,13 @@ and the noise."""
 def choose_next(
     choose: Choose, logits: Float[Array, "r dv"], target_ids: Int[Array, "*r dv"], step: Int[Array, ""]
 ) -> Choice:
-    """The next draft of a chain: token and confidence of each row, `[r]`, and what stands beside it, `[r, o]`."""
+    """The next draft of a chain: token and confidence of each row, `[r]`, what stands beside it, `[r, o]`, and the law
+    that it was drawn from, `[r, v]`, where anybody asks."""
     ids = target_ids if target_ids.ndim == 1 else target_ids[:, None]
     choice = choose(logits[:, None], ids, jnp.zeros((logits.shape[0], 1, 0), jnp.int32), 1, step)
-    if choice.confidence is None:
-        raise InputError("this drafter goes by its confidence, which only rule match keeps; choose that rule")
-    return Choice(choice.token[:, 0, 0], confidence=choice.confidence[:, 0], others=choice.token[:, 0, 1:])
+    assert choice.confidence is not None
+    law = None if choice.log_law is None else choice.log_law[:, 0]
+    return Choice(choice.token[:, 0, 0], law, choice.confidence[:, 0], choice.token[:, 0, 1:])
 
 
 def propose_tree(tree: Tree, below: Callable[[tuple[int, ...], Int[Array, "r m d"], int], Choice], rows: int) -> Choice:

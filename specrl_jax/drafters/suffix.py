@@ -242,7 +242,7 @@ class SuffixDrafter(TextDrafter):
         if confidence is not None:
             confidence = confidence + jax.nn.log_sigmoid(total - doubt)
         if choice.log_law is not None:
-            return choice
+            return replace(choice, confidence=confidence)
         others = choice.others
         if others is not None:
             others = jnp.where(total[:, None] > -jnp.inf, others, -1)

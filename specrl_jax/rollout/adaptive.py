@@ -8,6 +8,9 @@ Where the rule has several candidates (`Match.branches`), the next best ones sta
 leaf, and are dealt tokens like drafts: a small tree where a draft is in doubt, a chain where it is sure. Their slots
 come after the chain's, and the one that is accepted is moved to its place.
 
+Rules that judge a draft by the law it was drawn from decide before it is drawn who drafts, and verify every draft
+(`rollout/ahead.py`).
+
 Without drafts the drafter does nothing: features of tokens that it has not read wait in a ring per row and
 are read when drafting resumes; of a row that has fallen behind further, the drafter starts anew at the ring's first.
 """
@@ -26,6 +29,7 @@ from specrl_jax.drafters.protocol import ChainDrafter, Choice
 from specrl_jax.models.params import PolicyParams
 from specrl_jax.models.policy import ForwardOutput, TokenBatch, forward, grid_batch
 from specrl_jax.models.tree import Tree
+from specrl_jax.rollout.ahead import Known, above, cheapest_that_holds
 from specrl_jax.rollout.control import (
     Beside,
     Body,
@@ -48,9 +52,10 @@ from specrl_jax.rollout.round import Judged, Round, with_drafts
 from specrl_jax.rollout.rows import Rows, Unread
 from specrl_jax.rollout.sampling import Context, TokenLaw, sample_tokens
 from specrl_jax.rollout.trajectory import Trajectory
-from specrl_jax.rollout.verification import Proposed, of_each
+from specrl_jax.rollout.verification import Proposed, of_each, one_hot_law
 
 _CHUNK = 8  # unread pairs are read so many at a time
+_LEAST = 1e-20  # of a draft's survival, where 0 would say that it was not made
 
 
 def _chain_first(x: Shaped[Array, "r k c"]) -> Shaped[Array, "r ck"]:
@@ -62,24 +67,27 @@ def _chain_first(x: Shaped[Array, "r k c"]) -> Shaped[Array, "r ck"]:
 class Drafted:
     """Drafts of a round: at every depth that of the chain, and the candidates beside it.
 
-    token, confidence: as the drafter gave them. worth: what each would save, 0 where none is.
+    token, confidence, log_law: as the drafter gave them; laws where the rule reads them. worth: what each would save, 0
+    where none is.
     """
 
     token: Int[Array, "r k c"]
     confidence: Float[Array, "r k"]
     worth: Float[Array, "r k c"]
+    log_law: Float[Array, "r k v"] | None = None
 
 
 @dataclass(frozen=True)
 class Dealt:
     """Drafts that a body has room for.
 
-    token, confidence: of all of them. taken: which are verified. lengths: how many of a row's chain are.
+    token, confidence, log_law: of all of them. taken: which are verified. lengths: how many of a row's chain are.
     """
 
     token: Int[Array, "r k c"]
     confidence: Float[Array, "r k"]
     taken: Bool[Array, "r k c"]
+    log_law: Float[Array, "r k v"] | None = None
 
     @property
     def lengths(self) -> Int[Array, "r"]:
@@ -181,7 +189,8 @@ class AdaptiveRound(Round):
     def no_drafts(self, rows: int, bodies: Sequence[tuple[int, Body]]) -> Drafted:
         """Room for the drafts of a round."""
         none = jnp.zeros((rows, self.depth(bodies), self.config.branches), jnp.float32)
-        return Drafted(none.astype(jnp.int32), none[..., 0], none)
+        laws = jnp.zeros((*none.shape[:2], self.policy.vocab_size)) if self.config.rule.needs_laws else None
+        return Drafted(none.astype(jnp.int32), none[..., 0], none, laws)
 
     def draft(
         self,
@@ -194,7 +203,7 @@ class AdaptiveRound(Round):
         live: Bool[Array, "r"],
         plan: Plan,
     ) -> tuple[Rows, Drafted]:
-        """Draft until it is no longer worth it; `bodies` are those with drafts for so many rows, numbered."""
+        """Draft until another is not worth it; `bodies` are those with drafts for so many rows, numbered."""
         rows = self.catch_up(params, draft_params, rows)
         drafter, embed, depth = self.chain_drafter, params.embed, self.depth(bodies)
         choose, begun = self._chooser(rows), self.no_drafts(live.shape[0], bodies)
@@ -205,36 +214,56 @@ class AdaptiveRound(Round):
         worth = worth_of_tokens(control, depth, plan.steps, live, rows.record)
         step_price = plan.per_second * control.per_step[bodies[0][0]]
         token_price = plan.per_second * seconds_per_token(plan.seconds, bodies)
+        known = Known(control, worth, room, budget, self.config.per_row) if self.config.rule.needs_laws else None
         carry, choice = drafter.begin(draft_params, embed, rows.drafter, self.texts(rows, trajectory), depth, choose)
 
-        def drafted(step: Int[Array, ""], choice: Choice, tokens: Array, confidence: Array, survival: Array) -> Any:
+        def drafted(step: Int[Array, ""], choice: Choice, made: Drafted) -> Drafted:
+            """With the drafts of another depth; of `worth` how often each survives."""
             token, sure = self._candidates(choice), jnp.exp(choice.confidence)  # type: ignore[arg-type]
-            above = jnp.where(step == 0, 1.0, survival[:, jnp.maximum(step - 1, 0), 0])
-            found = chances(control, sure, above, token.shape[1])
-            survives = jnp.where((step < room)[:, None] & (token >= 0), found, 0.0)
-            return (
-                tokens.at[:, step].set(token),
-                confidence.at[:, step].set(sure),
-                survival.at[:, step].set(survives),
+            found, there = chances(control, sure, above(made.worth, step), token.shape[1]), step < room
+            if known is not None:
+                # The first drafts are those planned. Whatever a draft is, it counts as one.
+                there, found = (
+                    known.who(made.worth, step, jnp.where(step > 0, token_price, 0.0))[0],
+                    jnp.maximum(found, _LEAST),
+                )
+            return Drafted(
+                token=made.token.at[:, step].set(token),
+                confidence=made.confidence.at[:, step].set(sure),
+                worth=made.worth.at[:, step].set(jnp.where(there[:, None] & (token >= 0), found, 0.0)),
+                log_law=None if made.log_law is None else made.log_law.at[:, step].set(choice.log_law),
             )
 
         def more(state: Any) -> Bool[Array, ""]:
-            step, _, _, _, survival = state
-            made, longest = worth[:, None, None] * survival, self.config.draft_length
-            chosen = best_verified(plan.seconds, bodies, longest, made, count, plan.per_second, self.config.per_row)
-            left = room_left(bodies, longest, made, step, count, chosen)
+            step, _, made = state
+            survival = made.worth
+            if known is not None:
+                who, found = known.who(survival, step, token_price)
+                return (step < depth) & (jnp.sum(jnp.where(who, found - token_price, 0.0)) > step_price)
+            worths, longest = worth[:, None, None] * survival, self.config.draft_length
+            chosen = best_verified(plan.seconds, bodies, longest, worths, count, plan.per_second, self.config.per_row)
+            left = room_left(bodies, longest, worths, step, count, chosen)
             pays = worth_another_step(control, survival, worth, step, budget, left, step_price, token_price)
             return (step < depth) & pays
 
         def another(state: Any) -> Any:
-            step, carry, tokens, confidence, survival = state
-            newest = tokens[:, step - 1, 0]
+            step, carry, made = state
+            newest = made.token[:, step - 1, 0]
             carry, choice = drafter.advance(draft_params, embed, rows.drafter, carry, newest, step - 1, choose)
-            return step + 1, carry, *drafted(step, choice, tokens, confidence, survival)
+            return step + 1, carry, drafted(step, choice, made)
 
-        first = drafted(jnp.int32(0), choice, begun.token, begun.confidence, begun.worth)
-        _, _, tokens, confidence, survival = lax.while_loop(more, another, (jnp.int32(1), carry, *first))
-        return rows, Drafted(tokens, confidence, worth[:, None, None] * survival)
+        first = drafted(jnp.int32(0), choice, begun)
+        _, _, made = lax.while_loop(more, another, (jnp.int32(1), carry, first))
+        return rows, replace(made, worth=worth[:, None, None] * made.worth)
+
+    def chosen(
+        self, plan: Plan, bodies: Sequence[tuple[int, Body]], drafted: Drafted, live: Bool[Array, "r"]
+    ) -> Int[Array, ""]:
+        """Number of the body that verifies what was drafted; bodies as for `draft`."""
+        count, longest, per_row = jnp.sum(live, dtype=jnp.int32), self.config.draft_length, self.config.per_row
+        if self.config.rule.needs_laws:
+            return cheapest_that_holds(plan.seconds, bodies, longest, drafted.worth > 0.0, count)
+        return best_verified(plan.seconds, bodies, longest, drafted.worth, count, plan.per_second, per_row)
 
     def _candidates(self, choice: Choice) -> Int[Array, "r c"]:
         """A draft and what stands beside it, -1 where a drafter has no more."""
@@ -246,8 +275,11 @@ class AdaptiveRound(Round):
     def deal(self, body: Body, drafted: Drafted, live: Bool[Array, "r"]) -> Dealt:
         """The drafts that a body verifies."""
         depth = body.depth(self.config.draft_length)
-        budget = body.tokens - jnp.sum(live, dtype=jnp.int32)
-        taken = (allocate if self.config.per_row else share)(drafted.worth[:, :depth], budget)
+        worth, budget = drafted.worth[:, :depth], body.tokens - jnp.sum(live, dtype=jnp.int32)
+        if drafted.log_law is not None:
+            taken = worth > 0.0  # all drafts
+            return Dealt(drafted.token[:, :depth], drafted.confidence[:, :depth], taken, drafted.log_law[:, :depth])
+        taken = (allocate if self.config.per_row else share)(worth, budget)
         return Dealt(drafted.token[:, :depth], drafted.confidence[:, :depth], taken)
 
     def _packed(self, rows: Rows, body: Body, dealt: Dealt, live: Bool[Array, "r"]) -> Packed:
@@ -291,18 +323,29 @@ class AdaptiveRound(Round):
             above = jnp.stack(views, axis=1)[row, jnp.maximum(packed.offsets - 1, 0)]
             seen = jnp.where((packed.offsets > 0)[:, None], with_drafts(above, batch.tokens[:, None]), above)
         context = Context(rows.emitted[row] + packed.offsets, seen)
-        law, _ = sample_tokens(params, self.policy, config.law, out.hidden, rows.keys[row], context, self.numerics)
+        needs_laws = config.rule.needs_laws
+        law, log_p = sample_tokens(
+            params, self.policy, config.law, out.hidden, rows.keys[row], context, self.numerics, keep_law=needs_laws
+        )
         grid: TokenLaw = jax.tree.map(lambda x: x[where], law)
         # Of what is not verified no token, so that it is never drawn.
         drafts = jnp.where(dealt.taken[..., 0], dealt.token[..., 0], -1)
         draws, own = PlacedDraws.of_round(rows.keys, rows.rounds, rows.emitted), grid.token[:, : 1 + depth]
-        proposed, tried = config.rule.decide(Tree.chain(depth), drafts, own, None, None, draws), None
+        log_q = None
+        if log_p is not None:
+            assert dealt.log_law is not None
+            if config.law.greedy:
+                log_p = one_hot_law(law.token[:, None], log_p.shape[1])[:, 0]
+            log_p = log_p[where]
+            # What follows the last draft is the policy's, whatever a rule makes of drafted tokens.
+            log_q = jnp.where(drafts[..., None] >= 0, dealt.log_law, log_p[:, :-1])
+        proposed, tried = config.rule.decide(Tree.chain(depth), drafts, own, log_p, log_q, draws), None
         if config.branches > 1:
             proposed, tried = beside(proposed, dealt, grid.token)
         features = None if out.features is None else out.features[where].reshape(-1, out.features.shape[1])
         laws = jax.tree.map(lambda x: x.reshape(-1), grid)
         out = ForwardOutput(out.hidden, features, out.cache)
-        return Judged(live, out, laws, None, Choice(packed.drafts), proposed), tried
+        return Judged(live, out, laws, log_p, Choice(packed.drafts, log_q), proposed), tried
 
     def judge_alone(self, params: PolicyParams, rows: Rows, pool: Pool, live: Bool[Array, "r"]) -> Judged:
         """One token of every row, without drafts."""

@@ -22,8 +22,9 @@ class RolloutConfig:
         length is adaptive.
     law: the sampling law; its end tokens close a response.
     rule: how drafts are drawn and judged, in chains or trees.
-    adaptive: choose the drafts of every round while it runs (`rollout/control.py`), in chains under rule match; where
-        the rule has several candidates, the others beside a draft where they pay.
+    adaptive: choose the drafts of every round while it runs (`rollout/control.py`), in chains; where rule match has
+        several candidates, the others beside a draft where they pay. Rules that read laws choose before they draw
+        (`rollout/ahead.py`): they emit a law, not the tokens of other draft lengths.
     per_row: of an adaptive draft length, drafts go to the rows where they save most; else all rows have as many.
     bodies: compiled rounds to choose from, at most 12; by default those of `default_bodies`. Where drafts are adaptive
         the ladder is theirs, and `ladder` and `smallest_rung` say nothing.
@@ -60,10 +61,10 @@ class RolloutConfig:
             if value is not None and value < least:
                 raise InputError(f"rollout {name} is {value}; it must be at least {least}")
         comb = isinstance(self.rule, Match) and self.rule.shape == "comb"
-        if self.adaptive and (self.rule.needs_laws or not (self.tree.is_chain or comb) or self.draft_length < 1):
+        if self.adaptive and (not (self.tree.is_chain or comb) or self.draft_length < 1):
             raise InputError(
-                f"an adaptive draft length needs chains or combs of at least 1 draft and rule match, not {self.rule} "
-                f"with draft_length {self.draft_length}; choose those, or a fixed draft length"
+                f"an adaptive draft length needs chains or combs of at least 1 draft, not {self.rule} with "
+                f"draft_length {self.draft_length}; choose those, or a fixed draft length"
             )
         drafts = self.tree.size - 1
         if self.adaptive and self.branches > 1 and drafts > MOST_BESIDE:

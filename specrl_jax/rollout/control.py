@@ -315,6 +315,15 @@ def seconds_per_token(seconds: Float[Array, "n"], bodies: Sequence[tuple[int, Bo
     return jnp.maximum(seconds[last] - seconds[first], 0.0) / (large.tokens - small.tokens)
 
 
+def worth_of_next(
+    control: Control, worth: Float[Array, "r"], above: Float[Array, "r"], step: Int[Array, ""]
+) -> Float[Array, "r"]:
+    """What draft number `step` of each row saves, by what is known before it is drawn: the path to it survives in
+    `above`, it a little less."""
+    acceptance = overall_acceptance(control) * depth_factor(control, step)
+    return worth * jnp.minimum(acceptance, _MOST) * above
+
+
 def worth_another_step(
     control: Control,
     survival: Float[Array, "r k c"],
@@ -327,7 +336,7 @@ def worth_another_step(
 ) -> Bool[Array, ""]:
     """Whether one more draft of every row, after `step` of them, is worth its time.
 
-    The next drafts survive a little less than the last. Of all drafts no more than `budget` are verified, the best, and
+    Of all drafts no more than `budget` are verified, the best, and
     only those that are worth it, so that the next ones are worth what they add to these.
 
     Args:
@@ -335,8 +344,7 @@ def worth_another_step(
             (`worth_of_tokens`). left: next drafts that cost nothing to verify (`room_left`).
         step_price, token_price: what another step, and a token more to verify, must save.
     """
-    acceptance = overall_acceptance(control) * depth_factor(control, step)
-    after = -jnp.sort(-worth * jnp.minimum(acceptance, _MOST) * survival[:, step - 1, 0])
+    after = -jnp.sort(-worth_of_next(control, worth, survival[:, step - 1, 0], step))
     paid = jnp.where(jnp.arange(after.shape[0], dtype=jnp.int32) < left, 0.0, token_price)
     made = (worth[:, None] * survival.reshape(survival.shape[0], -1)).reshape(-1)
     drafted, further = jnp.maximum(made - token_price, 0.0), jnp.maximum(after - paid, 0.0)

@@ -26,7 +26,7 @@ from specrl_jax.data.prompts import Prompts
 from specrl_jax.drafters.protocol import can_draft
 from specrl_jax.models.params import PolicyParams
 from specrl_jax.rollout.adaptive import Drafted
-from specrl_jax.rollout.control import Control, best_verified, plan_round
+from specrl_jax.rollout.control import Control, plan_round
 from specrl_jax.rollout.pool import Pool, grow, leave, occupancy
 from specrl_jax.rollout.queue import Batch, SequenceQueue
 from specrl_jax.rollout.round import Judged, when
@@ -71,9 +71,7 @@ class RolloutEngine(SequenceQueue):
                 rows, drafted = self.draft(
                     params, draft_params, state[0], batch.trajectory, control, drafting, live, plan
                 )
-                count, per_row = jnp.sum(live, dtype=jnp.int32), self.config.per_row
-                best = best_verified(plan.seconds, drafting, longest, drafted.worth, count, plan.per_second, per_row)
-                return rows, drafted, best
+                return rows, drafted, self.chosen(plan, drafting, drafted, live)
 
             rows, drafted, chosen = when(drafts, draft, (rows, drafted, chosen))
         state = rows, pool, batch.trajectory, control

@@ -189,7 +189,9 @@ class Round:
                 # Of a candidate that a node has twice only one has a law.
                 own = jnp.arange(len(position), dtype=jnp.int32)[:, None]
                 log_law = log_law.at[:, ids].set(log_q) if ids.ndim == 1 else log_law.at[own, ids].max(log_q)
-            return Choice(token.reshape(*shape, count), log_law.reshape(*shape, vocab_size))
+            # Of one that the law does not allow the confidence is that of a draft to be rejected.
+            sure = jnp.take_along_axis(log_q, found[:, :1], axis=1).reshape(shape) if of_chain else None
+            return Choice(token.reshape(*shape, count), log_law.reshape(*shape, vocab_size), sure)
 
         return choose
 

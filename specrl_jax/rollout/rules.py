@@ -62,7 +62,7 @@ class Rule(Protocol):
 
         Args:
             tree: of the round.
-            drafts: token of every node but the root.
+            drafts: token of every node but the root, -1 where a chain has no more.
             own: the policy's draws below every node with the noise of their positions.
             log_p: its law there, or None where `needs_laws` is false.
             log_q: the law that each draft was drawn from, likewise.

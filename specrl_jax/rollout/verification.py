@@ -88,6 +88,15 @@ def _of_drafts(log_law: Float[Array, "r k v"], drafts: Int[Array, "r k"]) -> Flo
     return jnp.take_along_axis(log_law, drafts[..., None], axis=2)[..., 0]
 
 
+def _compared(
+    drafts: Int[Array, "r k"], log_p: Float[Array, "r k1 v"], log_q: Float[Array, "r k v"]
+) -> tuple[Float[Array, "r k v"], Float[Array, "r k"]]:
+    """The law that drafts were drawn from, and log(p / q) of each; where there is no draft (-1), both say so: -inf."""
+    there = drafts >= 0
+    log_ratio = _of_drafts(log_p[:, :-1], drafts) - _of_drafts(log_q, drafts)
+    return jnp.where(there[..., None], log_q, -jnp.inf), jnp.where(there, log_ratio, -jnp.inf)
+
+
 def of_each(x: Array, index: Int[Array, "r"]) -> Array:
     """`x[r, index[r]]`."""
     return jnp.take_along_axis(x, index.reshape(-1, *[1] * (x.ndim - 1)), axis=1)[:, 0]
@@ -101,7 +110,7 @@ def _finish(
     log_weight: Float[Array, "r"],
     draws: Draws,
 ) -> Proposed:
-    """After `accepted` drafts, a token of the law max(w p - q, 0); after all of them, one of `p`."""
+    """After `accepted` drafts, a token of the law max(w p - q, 0); after all of them, where `q` is 0, one of `p`."""
     beyond = jnp.full_like(log_p[:, :1], -jnp.inf)
     log_policy = of_each(log_p, accepted)
     excess = log_excess(log_policy + log_weight[:, None], of_each(jnp.concatenate([log_q, beyond], axis=1), accepted))
@@ -123,13 +132,13 @@ def ratio(
     """Accept each draft with probability min(1, l p / q) until one is refused; then draw from max(p - q, 0).
 
     Args:
-        drafts: drawn from `q`.
+        drafts: drawn from `q`; -1 where a row has no more, which must not depend on what its drafts turned out to be.
         log_p: the policy's law at every drafted position, and at the one beyond.
         log_q: the law that the drafts were really drawn from (`one_hot_law` for drafts that were not drawn).
         draws: fresh in every round.
         log_lenience: above 0 more drafts are accepted and the law is `lenient_law`, no longer the policy's.
     """
-    log_ratio = _of_drafts(log_p[:, :-1], drafts) - _of_drafts(log_q, drafts)
+    log_q, log_ratio = _compared(drafts, log_p, log_q)
     coins = draws.coins(jnp.minimum(log_ratio + log_lenience, 0.0))
     accepted = jnp.sum(jnp.cumprod(coins.astype(jnp.int32), axis=1), axis=1)
     return _finish(drafts, accepted, log_p, log_q, jnp.zeros_like(log_p[:, 0, 0]), draws)
@@ -162,7 +171,7 @@ def block(
     (Sun et al., Algorithm 2). At least as many drafts are accepted as by `ratio`.
     """
     k = drafts.shape[1]
-    log_ratio = _of_drafts(log_p[:, :-1], drafts) - _of_drafts(log_q, drafts)
+    log_q, log_ratio = _compared(drafts, log_p, log_q)
     weights = [jnp.zeros_like(log_p[:, 0, 0])]
     for i in range(k):
         weights.append(jnp.minimum(weights[-1] + log_ratio[:, i], 0.0))

@@ -269,27 +269,48 @@ def _typical(taken: Float[np.ndarray, "turns cases"]) -> Float[np.ndarray, "case
 
 
 def costs_at(
-    path: Path | None, engine: RolloutEngine, params: PolicyParams, draft: Any, rows: int, context: int
+    path: Path | None,
+    engine: RolloutEngine,
+    params: PolicyParams,
+    draft: Any,
+    rows: int,
+    context: int,
+    given: Path | None = None,
 ) -> Control:
-    """A controller with the cost table in `path`, measured and written there where there is none yet.
+    """A controller with the cost table in `path`; where there is none yet the `given` one, or one measured, is written.
 
     Of several processes the first decides: where it has a table, that one is everybody's, else all of them measure.
 
     Raises:
-        InputError: the table is damaged, of other bodies or of something else.
+        InputError: the table is damaged, of other bodies or of something else; or there is none, under a rule whose
+            tokens depend on draft lengths.
     """
-    bodies, of = engine.config.bodies_for(rows), _described(engine)
-    if of_first(np.bool_(path is not None and path.exists())):
-        own = load_costs(path, bodies, of) if path is not None and is_first() else initial_control(np.ones(len(bodies)))
-        return of_first(own)
+    bodies = engine.config.bodies_for(rows)
+    found = path if path is not None and path.exists() else given
+    if of_first(np.bool_(found is not None)):
+        own = found if is_first() else None
+        control = of_first(initial_control(np.ones(len(bodies))) if own is None else given_costs(own, engine, rows))
+        if path is not None and found != path:
+            save_costs(path, control, bodies, _described(engine))
+        return control
+    if engine.config.rule.needs_laws:
+        raise InputError(
+            f"under {engine.config.rule} a draft length that is chosen decides which tokens are drawn, and a measured "
+            "cost table would leave that to a clock; give the table of an earlier run (--costs), or a --draft-length"
+        )
     start = time.perf_counter()
     control = measure_costs(engine, params, draft, rows, context)
     seconds = time.perf_counter() - start
     print(f"measured {len(bodies)} kinds of rounds of {rows} rows in {seconds:.0f} s, with compilation", flush=True)
     control = of_first(control)
     if path is not None:
-        save_costs(path, control, bodies, of)
+        save_costs(path, control, bodies, _described(engine))
     return control
+
+
+def given_costs(path: Path, engine: RolloutEngine, rows: int) -> Control:
+    """A controller with the cost table in `path`; InputError unless it is of this engine with so many rows."""
+    return load_costs(path, engine.config.bodies_for(rows), _described(engine))
 
 
 def _described(engine: RolloutEngine) -> str:

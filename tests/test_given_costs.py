@@ -1,0 +1,83 @@
+"""A cost table that a GRPO run is given: the controller goes by it under every rule, and a killed run resumes by it."""
+
+import json
+import shlex
+import shutil
+
+import pytest
+from scripts import refusal, run_script, write_models
+from test_train_grpo_cli import (
+    SMALL,
+    _assert_same_run,
+    _run_until_saved,
+    programs_are_kept,  # noqa: F401
+    some_rewards,  # noqa: F401
+)
+from tiny import equal_prices
+
+from experiments import train_grpo
+from experiments.common import parse_config
+from specrl_jax.training import costs, grpo_run
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    return write_models(tmp_path_factory.mktemp("models"))
+
+
+@pytest.fixture
+def options(models):
+    given = ("--policy", models / "policy", "--drafter", models / "drafter", "--mesh", "data=1")
+    return (*shlex.split(SMALL), *given, "--numerics", "plain", "--optimizer.name", "adamw", "--most-drafts", 3)
+
+
+def table_of(options, path):
+    """The table of a run under rule match, as it would be if all rounds cost alike."""
+    argv = [*map(str, options), "--draft-length", "auto"]
+    config = parse_config(train_grpo.Config, train_grpo.PRESETS, argv, script="train_grpo")
+    session, *_ = train_grpo.open_session(config)
+    program = session.program(session.draft_length)
+    engine, rows = program.step.engine, session.rows(program)
+    prices = equal_prices(engine.config, rows)
+    costs.save_costs(path, prices, engine.config.bodies_for(rows), costs._described(engine))
+    return path
+
+
+@pytest.mark.full
+@pytest.mark.usefixtures("some_rewards", "programs_are_kept")
+def test_a_killed_run_under_another_rule_goes_on_by_the_given_table(options, tmp_path, monkeypatch):
+    given = table_of(options, tmp_path / "given.json")
+    argv = (*options, "--draft-length", "auto", "--rule", "block", "--costs", given)
+    monkeypatch.setattr(costs, "measure_costs", lambda *_: pytest.fail("a clock was asked"))
+    run_script(monkeypatch, train_grpo, *argv, "--out", tmp_path / "whole")
+    assert json.loads((tmp_path / "whole" / "summary.json").read_text())["acceptance_length"] > 1.2
+    out = tmp_path / "run"
+    _run_until_saved(grpo_run, 3, out, *argv)
+    assert (out / "costs.json").read_text() == given.read_text()
+    run_script(monkeypatch, train_grpo, *argv, "--out", out, "--resume")
+    _assert_same_run(out, tmp_path / "whole")
+
+
+@pytest.mark.ci
+def test_tables_that_do_not_serve_are_refused(options, tmp_path, monkeypatch, capsys):
+    given = table_of(options, tmp_path / "given.json")
+
+    def refused(sentence, *argv, out="out"):
+        argv = (*options, "--draft-length", "auto", "--out", tmp_path / out, *argv)
+        assert sentence in refusal(monkeypatch, capsys, train_grpo, *argv)
+
+    refused("--costs nowhere.json is no file; give the costs.json of an earlier run", "--costs", "nowhere.json")
+    refused("is for --draft-length auto, in chains or combs", "--costs", given, "--draft-length", 3, "--most-drafts", 7)
+    refused("is of another policy, drafter, law or numerics", "--costs", given, "--temperature", 0.5)
+    refused("is of other rounds than", "--costs", given, "--samples", 2)
+    broken = tmp_path / "broken.json"
+    broken.write_text("{")
+    refused("cannot be read", "--costs", broken)
+    assert not (tmp_path / "out").exists()
+    # An earlier run's table in the folder that would be deleted.
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "config.json").write_text('{"script": "train_grpo"}')
+    shutil.copy(given, run / "costs.json")
+    refused("--overwrite", "--costs", run / "costs.json", "--overwrite", out="run")
+    assert (run / "costs.json").read_text() == given.read_text()

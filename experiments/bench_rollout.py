@@ -112,6 +112,8 @@ class Config(OneDevice):
             raise InputError(
                 f"--context {self.context} is of rows that begin together; leave --sequences, --samples out"
             )
+        if self.context and self.work.prompt_tokens != WorkOptions.prompt_tokens:
+            raise InputError(f"--context {self.context} is in place of prompts; leave --prompt-tokens out")
         if self.drafts != "head" and any(self.survival):
             raise InputError(f"--drafts {self.drafts} is for real acceptance; give --survival 0")
         if self.random_drafter and self.drafts != "head":
@@ -185,10 +187,12 @@ class Arm:
         """From the first token to the last, of rows whose caches are filled before the clock starts."""
         batch = standing_batch(self.engine, len(self.work.limits), self.context, self._state)
         rows = replace(batch.rows, keys=keys, limit=jnp.asarray(self.work.limits))
-        # As arrays of its own: the program takes their memory.
-        batch = jax.block_until_ready(jax.tree.map(jnp.copy, replace(batch, rows=rows)))
+        # As arrays of its own: the program takes their memory. The cache is not copied, which may be large.
+        own = jax.tree.map(jnp.copy, replace(batch, rows=rows, pool=replace(batch.pool, keys=(), values=())))
+        pool = replace(own.pool, keys=batch.pool.keys, values=batch.pool.values)
+        program, batch = rest_program(self.engine), jax.block_until_ready(replace(own, pool=pool))
         start = time.perf_counter()
-        last = jax.block_until_ready(rest_program(self.engine)(self.params, self.draft, batch, keys))
+        last = jax.block_until_ready(program(self.params, self.draft, batch, keys))
         seconds = time.perf_counter() - start
         return replace(last.trajectory, control=last.control), seconds
 

@@ -1,7 +1,6 @@
 """Options of every script that rolls out: the sampling law, and how drafts are made and judged."""
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import tyro
@@ -70,9 +69,10 @@ class SpeculationOptions:
     most_drafts: int = MOST_DRAFTS
     """Drafts of a row at most where a controller chooses; fewer of a drafter that was made for fewer."""
     costs: str | None = None
-    """Cost table of the controller, `costs.json` of an earlier GRPO run of the same policy, drafter, law and rows, in
-    place of measuring one. Under other rules than match the numbers of drafts decide which tokens are drawn, so that
-    a controller takes no table there but a given one."""
+    """Cost table of the controller in place of a measured one: `costs.json` of an earlier GRPO run of the same models,
+    law, numerics, most drafts, branches and rows on a device. Under other rules than match the numbers of drafts decide
+    which tokens are drawn, so that a controller takes no table there but a given one (that of a match run serves; it
+    prices no reading of laws)."""
     drafts: Drafts = "head"
     """head: of a draft head; ngram: from the prompt and the response itself; suffix: from the other responses to the
     prompt too, those of earlier epochs included; head+suffix: of whichever is surer."""
@@ -104,10 +104,8 @@ class SpeculationOptions:
             )
         if self.costs is not None and not self.adaptive:
             raise InputError(
-                f"--costs {self.costs} is for --draft-length auto, in chains or combs; leave it or others out"
+                f"--costs {self.costs} is for --draft-length auto, in chains or combs; leave one of them out"
             )
-        if self.costs is not None and not Path(self.costs).is_file():
-            raise InputError(f"--costs {self.costs} is no file; give the costs.json of an earlier run")
         if self.drafts == "head+suffix" and (self.rule != "match" or self.branches > 1):
             raise InputError("--drafts head+suffix are chains under --rule match; leave out what is against it")
         _ = self.verification

@@ -305,8 +305,21 @@ class Start:
         return program.step.init(params, draft if program.step.engine.speculative else None, reference, control)
 
 
+def check_costs(session: Session, program: GrpoProgram) -> None:
+    """Raise InputError where a given cost table does not serve. A run that has begun has its own."""
+    run, given = session.config.run, session.config.speculation.costs
+    if given is None or (run.resume and (run.out / "costs.json").exists()):
+        return
+    if not session.adaptive:
+        raise InputError(
+            f"--costs {given} is for a controller, and trees in invariant numerics have none; leave it out, or choose "
+            "--numerics plain"
+        )
+    given_costs(Path(given), program.step.engine, session.rows(program))
+
+
 def controller(session: Session, program: GrpoProgram, folder: Path, start: Start) -> Control | None:
-    """The draft-length controller, its cost table measured once and kept in the folder; None for a fixed length."""
+    """The draft-length controller with its cost table, given or measured once and kept in the folder, or None."""
     engine, given = program.step.engine, session.config.speculation.costs
     if not engine.config.adaptive:
         return None
@@ -413,8 +426,7 @@ def open_session(config: Config) -> tuple[Session, PolicyParams | None, DraftMod
     session = Session(config, mesh, workload, policy, numerics, drafter, apart)
     program = session.program(session.draft_length)
     check_rollouts(session, program)
-    if config.speculation.costs is not None and session.adaptive:
-        given_costs(Path(config.speculation.costs), program.step.engine, session.rows(program))
+    check_costs(session, program)
     if params is None:
         check_warm_up(config.warmup, mesh)
     check_history(config, workload)

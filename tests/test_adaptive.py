@@ -248,7 +248,7 @@ def test_more_or_fewer_drafts_are_verified_than_planned(program, monkeypatch):
     assert_same(ours, plain())
     assert np.count_nonzero(ours.stats.bodies[[1, 2]]) == 2
     # What is verified is what the choice says, not the plan.
-    monkeypatch.setattr(engine_module, "best_verified", lambda _, bodies, *__: jnp.int32(bodies[0][0]))
+    monkeypatch.setattr(adaptive_module.AdaptiveRound, "chosen", lambda _, plan, bodies, *__: jnp.int32(bodies[0][0]))
     smallest = adaptive(engine_of(), control)
     assert_same(smallest, plain())
     assert smallest.stats.bodies[1] > 0

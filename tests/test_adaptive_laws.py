@@ -72,17 +72,21 @@ def rolled_out(engine, prompts, control, samples=1):
     return jax.device_get(program(params, guesses(), prompts, keys, control))
 
 
+def prompts_of(count):
+    """One prompt, of so many rows of a dataset."""
+    return Prompts(
+        tokens=jnp.broadcast_to(jnp.array(PROMPT, jnp.int32), (count, 3)),
+        lengths=jnp.full((count,), 3, jnp.int32),
+        row_ids=jnp.arange(count, dtype=jnp.uint32),
+    )
+
+
 def many_samples(name, rule, bodies, k=2, **settings):
     """Three tokens of 4,096 samples of one prompt, in rounds that draft."""
-    prompts = Prompts(
-        tokens=jnp.broadcast_to(jnp.array(PROMPT, jnp.int32), (COUNT, 3)),
-        lengths=jnp.full((COUNT,), 3, jnp.int32),
-        row_ids=jnp.arange(COUNT, dtype=jnp.uint32),
-    )
     engine = adaptive_engine(engine_of(PLAIN, LAWS[name], rule, k=k, samples=1, new=3), bodies, **settings)
     # Rounds without drafts are so dear that nobody plans them.
     seconds = [1.0 if body.tokens > body.rows else 1e3 for body in bodies]
-    return rolled_out(engine, prompts, initial_control(np.array(seconds)))
+    return rolled_out(engine, prompts_of(COUNT), initial_control(np.array(seconds)))
 
 
 # Room for the first draft of every row and the second of half of them.
@@ -132,6 +136,16 @@ def test_under_lenience_only_drafted_tokens_have_another_law():
     drafted = np.isclose(told, lenient[0][first], atol=1e-5)
     assert drafted.sum() == COUNT // 2
     np.testing.assert_allclose(told[~drafted], log_p[0][first][~drafted], atol=1e-5)
+
+
+def test_a_few_rows_at_prices_have_the_law_of_the_policy():
+    """Sequences take rows in turn; rounds of several sizes, and some without drafts."""
+    bodies = (Body(64, 64), Body(64, 96), Body(64, 160), Body(16, 16), Body(16, 40))
+    engine = adaptive_engine(engine_of(PLAIN, LAWS["plain"], Ratio(), k=2, samples=1, new=3), bodies, rows=64)
+    control = initial_control(np.array([1.0, 1.5, 1.75, 0.4, 0.6]), 0.0, 0.05)
+    samples = rolled_out(engine, prompts_of(COUNT), control)
+    assert np.all(samples.stats.bodies[:3] > 0)
+    assert goodness_of_fit(samples.tokens, exact_law("plain")) > PLAUSIBLE
 
 
 @pytest.mark.parametrize(("rule", "name"), [("ratio", "all"), ("block", "plain")])

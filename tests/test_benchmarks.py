@@ -52,6 +52,7 @@ pytestmark = pytest.mark.ci
             "--context 8 is of rows that begin together",
             ("--context", 8, "--rows", 2, "--sequences", 4),
         ),
+        ("bench_rollout", "is in place of prompts; leave --prompt-tokens", ("--context", 8, "--prompt-tokens", 64)),
         ("bench_rollout", "--branches 2 is for real acceptance; give --survival 0", ("--branches", 2)),
         ("bench_peers", "temperature is -1.0; choose a value", ("--temperature", -1.0)),
         ("bench_rollout", "--branches 5 with --longest 7 exceeds 32", ("--branches", 5, "--survival", 0)),
@@ -181,6 +182,7 @@ def test_floors_are_of_products_with_weights_or_with_attention_too(monkeypatch, 
     """The definitions of the module's docstring, on seconds that are given."""
     took = {"step": 3.0, "bare step": 2.0, "bare attention 0": 1.0}
     took |= {"round 2": 12.0, "bare verify 2": 3.0, "bare draft": 0.5, "bare attention 2": 4.0}
+    took |= {"step, invariant": 4.5, "round 2, invariant": 15.0}
 
     def told(calls, repeats):
         assert set(calls) == set(took)
@@ -189,10 +191,12 @@ def test_floors_are_of_products_with_weights_or_with_attention_too(monkeypatch, 
     attended = []
     monkeypatch.setattr(SCRIPTS["bench_round_cost"], "in_turn", told)
     monkeypatch.setattr(SCRIPTS["bench_round_cost"], "timed", lambda fn, cache, queries: attended.append(queries.shape))
-    run_script(monkeypatch, SCRIPTS["bench_round_cost"], "--preset", "smoke", "--no-parts", "--out", tmp_path / "out")
+    argv = ("--preset", "smoke", "--no-parts", "--invariant", "--out", tmp_path / "out")
+    run_script(monkeypatch, SCRIPTS["bench_round_cost"], *argv)
     (row,) = json.loads((tmp_path / "out" / "results.json").read_text())["rows"]
     assert (row["step_over_bare"], row["step_over_products"], row["round_cost"]) == (1.5, 1.0, 4.0)
     assert (row["floor"], row["over_floor"], row["over_products"]) == (2.0, 2.0, 1.5)
+    assert (row["invariant_step"], row["invariant_round"]) == (1.5, 1.25)
     assert [shape[:2] for shape in attended] == [(2, 1), (2, 3)]  # rows, and queries of a step and of a verify
 
 

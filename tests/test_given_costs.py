@@ -54,6 +54,7 @@ def test_a_killed_run_under_another_rule_goes_on_by_the_given_table(options, tmp
     out = tmp_path / "run"
     _run_until_saved(grpo_run, 3, out, *argv)
     assert (out / "costs.json").read_text() == given.read_text()
+    given.unlink()  # what a run began with is its own
     run_script(monkeypatch, train_grpo, *argv, "--out", out, "--resume")
     _assert_same_run(out, tmp_path / "whole")
 
@@ -66,10 +67,11 @@ def test_tables_that_do_not_serve_are_refused(options, tmp_path, monkeypatch, ca
         argv = (*options, "--draft-length", "auto", "--out", tmp_path / out, *argv)
         assert sentence in refusal(monkeypatch, capsys, train_grpo, *argv)
 
-    refused("--costs nowhere.json is no file; give the costs.json of an earlier run", "--costs", "nowhere.json")
+    refused("cost table nowhere.json cannot be read", "--costs", "nowhere.json")
+    refused("trees in invariant numerics have none", "--costs", given, "--branches", 2, "--numerics", "invariant")
     refused("is for --draft-length auto, in chains or combs", "--costs", given, "--draft-length", 3, "--most-drafts", 7)
     refused("is of another policy, drafter, law or numerics", "--costs", given, "--temperature", 0.5)
-    refused("is of other rounds than", "--costs", given, "--samples", 2)
+    refused("give that of a run of the same models and options", "--costs", given, "--samples", 2)
     broken = tmp_path / "broken.json"
     broken.write_text("{")
     refused("cannot be read", "--costs", broken)

@@ -9,18 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from scipy import stats
-from tiny import (
-    INVARIANT,
-    PLAIN,
-    POLICY,
-    VOCAB,
-    BigramDrafter,
-    bigram_table,
-    keys_of,
-    run,
-    tiny_params,
-    tiny_prompts,
-)
+from tiny import INVARIANT, PLAIN, POLICY, VOCAB, BigramDrafter, bigram_table, keys_of, run, tiny_params, tiny_prompts
 
 from specrl_jax.data.prompts import Prompts
 from specrl_jax.errors import InputError

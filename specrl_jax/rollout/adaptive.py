@@ -25,11 +25,11 @@ from flax import struct
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
-from specrl_jax.drafters.protocol import ChainDrafter, Choice
+from specrl_jax.drafters.protocol import ChainDrafter, Choice, can_draft
 from specrl_jax.models.params import PolicyParams
 from specrl_jax.models.policy import ForwardOutput, TokenBatch, forward, grid_batch
 from specrl_jax.models.tree import Tree
-from specrl_jax.rollout.ahead import Known, above, cheapest_that_holds
+from specrl_jax.rollout.ahead import Known, cheapest_that_holds, path_survival
 from specrl_jax.rollout.control import (
     Beside,
     Body,
@@ -52,7 +52,7 @@ from specrl_jax.rollout.round import Judged, Round, with_drafts
 from specrl_jax.rollout.rows import Rows, Unread
 from specrl_jax.rollout.sampling import Context, TokenLaw, sample_tokens
 from specrl_jax.rollout.trajectory import Trajectory
-from specrl_jax.rollout.verification import Proposed, of_each, one_hot_law
+from specrl_jax.rollout.verification import Proposed, of_each
 
 _CHUNK = 8  # unread pairs are read so many at a time
 _LEAST = 1e-20  # of a draft's survival, where 0 would say that it was not made
@@ -214,13 +214,18 @@ class AdaptiveRound(Round):
         worth = worth_of_tokens(control, depth, plan.steps, live, rows.record)
         step_price = plan.per_second * control.per_step[bodies[0][0]]
         token_price = plan.per_second * seconds_per_token(plan.seconds, bodies)
-        known = Known(control, worth, room, budget, self.config.per_row) if self.config.rule.needs_laws else None
-        carry, choice = drafter.begin(draft_params, embed, rows.drafter, self.texts(rows, trajectory), depth, choose)
+        known, texts = None, self.texts(rows, trajectory)
+        if self.config.rule.needs_laws:
+            # Rows without drafts would draft something to be refused.
+            able = can_draft(drafter, draft_params, texts)
+            room = room if able is None else jnp.where(able, room, 0)
+            known = Known(control, worth, room, budget, self.config.per_row)
+        carry, choice = drafter.begin(draft_params, embed, rows.drafter, texts, depth, choose)
 
         def drafted(step: Int[Array, ""], choice: Choice, made: Drafted) -> Drafted:
             """With the drafts of another depth; of `worth` how often each survives."""
             token, sure = self._candidates(choice), jnp.exp(choice.confidence)  # type: ignore[arg-type]
-            found, there = chances(control, sure, above(made.worth, step), token.shape[1]), step < room
+            found, there = chances(control, sure, path_survival(made.worth, step), token.shape[1]), step < room
             if known is not None:
                 # The first drafts are those planned. Whatever a draft is, it counts as one.
                 there, found = (
@@ -323,10 +328,7 @@ class AdaptiveRound(Round):
             above = jnp.stack(views, axis=1)[row, jnp.maximum(packed.offsets - 1, 0)]
             seen = jnp.where((packed.offsets > 0)[:, None], with_drafts(above, batch.tokens[:, None]), above)
         context = Context(rows.emitted[row] + packed.offsets, seen)
-        needs_laws = config.rule.needs_laws
-        law, log_p = sample_tokens(
-            params, self.policy, config.law, out.hidden, rows.keys[row], context, self.numerics, keep_law=needs_laws
-        )
+        law, log_p = self.drawn(params, out.hidden, rows.keys[row], context, keep_law=config.rule.needs_laws)
         grid: TokenLaw = jax.tree.map(lambda x: x[where], law)
         # Of what is not verified no token, so that it is never drawn.
         drafts = jnp.where(dealt.taken[..., 0], dealt.token[..., 0], -1)
@@ -334,8 +336,6 @@ class AdaptiveRound(Round):
         log_q = None
         if log_p is not None:
             assert dealt.log_law is not None
-            if config.law.greedy:
-                log_p = one_hot_law(law.token[:, None], log_p.shape[1])[:, 0]
             log_p = log_p[where]
             # What follows the last draft is the policy's, whatever a rule makes of drafted tokens.
             log_q = jnp.where(drafts[..., None] >= 0, dealt.log_law, log_p[:, :-1])

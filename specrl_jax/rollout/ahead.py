@@ -16,7 +16,7 @@ from jaxtyping import Array, Bool, Float, Int
 from specrl_jax.rollout.control import Body, Control, worth_of_next
 
 
-def above(survival: Float[Array, "r k c"], step: Int[Array, ""]) -> Float[Array, "r"]:
+def path_survival(survival: Float[Array, "r k c"], step: Int[Array, ""]) -> Float[Array, "r"]:
     """How often the path to draft number `step` of each row survives."""
     return jnp.where(step == 0, 1.0, survival[:, jnp.maximum(step - 1, 0), 0])
 
@@ -57,7 +57,7 @@ class Known:
         self, survival: Float[Array, "r k c"], step: Int[Array, ""], price: Float[Array, ""]
     ) -> tuple[Bool[Array, "r"], Float[Array, "r"]]:
         """Rows that make draft number `step`, and what that of each row is worth, by how often those before survive."""
-        worth = worth_of_next(self.control, self.worth, above(survival, step), step)
+        worth = worth_of_next(self.control, self.worth, path_survival(survival, step), step)
         worth = jnp.where(step < self.room, worth, 0.0)
         left = self.budget - jnp.sum(survival > 0.0, dtype=jnp.int32)
         return who_drafts(worth, left, price, self.per_row), worth

@@ -336,8 +336,8 @@ def worth_another_step(
 ) -> Bool[Array, ""]:
     """Whether one more draft of every row, after `step` of them, is worth its time.
 
-    Of all drafts no more than `budget` are verified, the best, and
-    only those that are worth it, so that the next ones are worth what they add to these.
+    Of all drafts no more than `budget` are verified, the best, and only those that are worth it, so that the next ones
+    are worth what they add to these.
 
     Args:
         survival: of drafts and of what stands beside them, 0 for those not made. worth: of a token of each row

@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Float, Int, Shaped
+from jaxtyping import Array, Bool, Float, Int, Shaped, UInt32
 
 from specrl_jax.drafters.protocol import ChainDrafter, Choice, Choose, Drafter, Texts, most_drafts
 from specrl_jax.errors import InputError
@@ -298,18 +298,25 @@ class Round:
                 views.append(with_drafts(views[parent], drafts[:, node : node + 1]))
             seen = jnp.stack(views, axis=1).reshape(len(position), -1)
         keep_law = self.speculative and config.rule.needs_laws
-        law, log_p = sample_tokens(
-            params,
-            self.policy,
-            config.law,
-            out.hidden,
-            keys,
-            Context(position, seen),
-            self.numerics,
-            keep_law=keep_law,
-        )
+        law, log_p = self.drawn(params, out.hidden, keys, Context(position, seen), keep_law=keep_law)
         if log_p is not None:
-            if config.law.greedy:
-                log_p = one_hot_law(law.token[:, None], log_p.shape[-1])[:, 0]
             log_p = log_p.reshape(-1, tree.size, log_p.shape[-1])
         return out, law, log_p
+
+    def drawn(
+        self,
+        params: PolicyParams,
+        hidden: Float[Array, "n d"],
+        keys: UInt32[Array, "n 2"],
+        context: Context,
+        *,
+        keep_law: bool,
+    ) -> tuple[TokenLaw, Float[Array, "n v"] | None]:
+        """The policy's draws, and the law that they are of where that is kept."""
+        config = self.config
+        law, log_p = sample_tokens(
+            params, self.policy, config.law, hidden, keys, context, self.numerics, keep_law=keep_law
+        )
+        if log_p is not None and config.law.greedy:
+            log_p = one_hot_law(law.token[:, None], log_p.shape[-1])[:, 0]
+        return law, log_p

@@ -70,7 +70,10 @@ class Rule(Protocol):
         """
 
     def behaviour(self, log_p: Float[Array, "r k1 v"], log_q: Float[Array, "r k v"]) -> Float[Array, "r k1 v"]:
-        """The law that the tokens of a round are really drawn from; `log_p` where the rule is exact."""
+        """The law that the tokens of a round are really drawn from; `log_p` where the rule is exact.
+
+        Where a chain has no more drafts `log_q` is to be `log_p`: what follows the last draft is the policy's own.
+        """
 
 
 @dataclass(frozen=True)

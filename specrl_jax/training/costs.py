@@ -285,13 +285,17 @@ def costs_at(
         InputError: the table is damaged, of other bodies or of something else; or there is none, under a rule whose
             tokens depend on draft lengths.
     """
-    bodies = engine.config.bodies_for(rows)
-    found = path if path is not None and path.exists() else given
-    if of_first(np.bool_(found is not None)):
-        own = found if is_first() else None
-        control = of_first(initial_control(np.ones(len(bodies))) if own is None else given_costs(own, engine, rows))
-        if path is not None and found != path:
-            save_costs(path, control, bodies, _described(engine))
+    bodies, of = engine.config.bodies_for(rows), _described(engine)
+    kept = path if path is not None and path.exists() else None
+    if of_first(np.bool_(kept is not None or given is not None)):
+        control = initial_control(np.ones(len(bodies)))
+        if is_first() and kept is not None:
+            control = load_costs(kept, bodies, of)
+        elif is_first() and given is not None:
+            control = given_costs(given, engine, rows)
+        control = of_first(control)
+        if path is not None and kept is None:
+            save_costs(path, control, bodies, of)
         return control
     if engine.config.rule.needs_laws:
         raise InputError(
@@ -304,13 +308,14 @@ def costs_at(
     print(f"measured {len(bodies)} kinds of rounds of {rows} rows in {seconds:.0f} s, with compilation", flush=True)
     control = of_first(control)
     if path is not None:
-        save_costs(path, control, bodies, _described(engine))
+        save_costs(path, control, bodies, of)
     return control
 
 
 def given_costs(path: Path, engine: RolloutEngine, rows: int) -> Control:
-    """A controller with the cost table in `path`; InputError unless it is of this engine with so many rows."""
-    return load_costs(path, engine.config.bodies_for(rows), _described(engine))
+    """A controller with a cost table of another run; InputError unless it is of this engine with so many rows."""
+    remedy = "give that of a run of the same models and options, prompts and samples on as many devices"
+    return load_costs(path, engine.config.bodies_for(rows), _described(engine), remedy)
 
 
 def _described(engine: RolloutEngine) -> str:
@@ -336,8 +341,8 @@ def save_costs(path: Path, control: Control, bodies: tuple[Body, ...], of: str) 
     whole.rename(path)
 
 
-def load_costs(path: Path, bodies: tuple[Body, ...], of: str) -> Control:
-    """A controller from a saved cost table; InputError when it is of other bodies, or of something else."""
+def load_costs(path: Path, bodies: tuple[Body, ...], of: str, remedy: str = "delete it to measure anew") -> Control:
+    """A controller from a saved cost table; InputError, with a remedy, when it is of other bodies or something else."""
     try:
         costs = json.loads(path.read_text())
         saved = tuple(Body(int(rows), int(tokens)) for rows, tokens, _ in costs["bodies"])
@@ -347,9 +352,9 @@ def load_costs(path: Path, bodies: tuple[Body, ...], of: str) -> Control:
         if not per_slot.shape == per_step.shape == seconds.shape:
             raise ValueError("slots and steps are not one for each round")
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise InputError(f"cost table {path} cannot be read ({error}); delete it to measure anew") from error
+        raise InputError(f"cost table {path} cannot be read ({error}); {remedy}") from error
     if saved != bodies:
-        raise InputError(f"cost table {path} is of other rounds than {bodies}; delete it to measure anew")
+        raise InputError(f"cost table {path} is of other rounds than {bodies}; {remedy}")
     if saved_of != of:
-        raise InputError(f"cost table {path} is of another policy, drafter, law or numerics; delete it to measure anew")
+        raise InputError(f"cost table {path} is of another policy, drafter, law or numerics; {remedy}")
     return initial_control(seconds, per_slot, per_step)

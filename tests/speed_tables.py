@@ -17,9 +17,10 @@ def read(path: Path) -> dict[str, Any]:
 
 
 def round_cost_table() -> str:
-    """Cost of a round beside its floor, from results/speed/round_cost.json."""
+    """Cost of a round beside its floor, from results/speed/round_cost*.json."""
     rows = []
-    for row in read(SPEED / "round_cost.json")["rows"]:
+    for row in (row for path in sorted(SPEED.glob("round_cost*.json")) for row in read(path)["rows"]):
+        also = "invariant_step" in row
         rows.append(
             {
                 "rows": row["rows"],
@@ -32,6 +33,9 @@ def round_cost_table() -> str:
                 "floor": f"{row['floor']:.2f}",
                 "over floor": with_range(row, "over_floor"),
                 "over floor with attention": with_range(row, "over_products"),
+                "invariant step": with_range(row, "invariant_step") if also else None,
+                "invariant round": with_range(row, "invariant_round") if also else None,
+                "CPU": cpu(row),
             }
         )
     return markdown_table(rows)
@@ -81,7 +85,9 @@ def write_speedups() -> None:
     """The plot of fixed numbers of drafts and the controller, in batches of one kind of prompts."""
     rows = [row for row in rollouts() if row["ladder"] and not row["branchy"]]
     rows = [row for row in rows if row["draft_length"].isdigit() or row["draft_length"] == "adaptive"]
-    rows.sort(key=lambda row: (row["workload"], row["synthetic_survival"] or 0.0, row["rows"]))
+    rows.sort(
+        key=lambda row: (row["workload"], row["synthetic_survival"] or 0.0, row["rows"], row.get("context") or 0)
+    )
     draw_speedups(rows).savefig(SPEED / "speedups.png", dpi=100)
 
 
@@ -94,7 +100,7 @@ def rollout_table() -> str:
             {
                 "workload": f"synthetic, {synthetic:g}" if synthetic else row["workload"],
                 "branchy prompts": row.get("branchy"),
-                "prompt tokens": row["prompt_tokens"],
+                "prompt tokens": f"{row['context']} in the caches" if row.get("context") else row["prompt_tokens"],
                 "rows": row["rows"],
                 "lengths": row["lengths"] + ("" if row["ladder"] else ", no ladder"),
                 "drafts": row["draft_length"],

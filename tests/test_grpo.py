@@ -101,7 +101,7 @@ def make_program(
     drafting = DraftTraining(scorer, HEAD, DraftLossConfig(2), OptimizerConfig(1e-2), MicrobatchConfig(2, (1.0,)))
     update = UpdateConfig(
         LossConfig(clip_high=0.28),
-        OptimizerConfig(0.05, name="muon"),
+        OptimizerConfig(0.01),
         MicrobatchConfig(4, (1.0,)),
         updates_per_rollout=updates,
         draft_sequences=2 if online else 0,
@@ -432,10 +432,10 @@ def test_some_microbatches_leave_outputs_spread_over_the_lengths():
 
 @ci
 def test_a_filtered_law_trains_on_its_support_to_the_same_bits():
-    """Filters and penalties, with and without speculation; the first update is on-policy."""
-    runs = []
+    """Filters and penalties, and Muon, with and without speculation; the first update is on-policy."""
+    runs, muon = [], OptimizerConfig(0.05, name="muon")
     for draft_length in (0, 3):
-        program = make_program(draft_length, law=FILTERED, updates=1)
+        program = make_program(draft_length, law=FILTERED, updates=1, optimizer=muon)
         state, outputs = scanned(program, 1)(first_state(program))
         runs.append((state, *outputs))
     plain, spec = runs

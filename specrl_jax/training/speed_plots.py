@@ -26,7 +26,8 @@ def draw_speedups(rows: Rows) -> Figure:
 
     def batch(row: dict[str, object]) -> str:
         kind = f"synthetic {row['synthetic_survival']}" if row["synthetic_survival"] else row["workload"]
-        return f"{row['rows']} rows\n{row['lengths']}\n{kind}"
+        context = f"\n{row['context']} in the caches" if row.get("context") else ""
+        return f"{row['rows']} rows\n{row['lengths']}\n{kind}{context}"
 
     batches = list(dict.fromkeys(batch(dict(row)) for row in rows))
     # Fixed numbers of drafts by their size, then the controller's arms.

@@ -85,9 +85,7 @@ def write_speedups() -> None:
     """The plot of fixed numbers of drafts and the controller, in batches of one kind of prompts."""
     rows = [row for row in rollouts() if row["ladder"] and not row["branchy"]]
     rows = [row for row in rows if row["draft_length"].isdigit() or row["draft_length"] == "adaptive"]
-    rows.sort(
-        key=lambda row: (row["workload"], row["synthetic_survival"] or 0.0, row["rows"], row.get("context") or 0)
-    )
+    rows.sort(key=lambda row: (row["workload"], row["synthetic_survival"] or 0.0, row["rows"], row.get("context") or 0))
     draw_speedups(rows).savefig(SPEED / "speedups.png", dpi=100)
 
 

@@ -1,18 +1,11 @@
 """A cost table that a GRPO run is given: the controller goes by it under every rule, and a killed run resumes by it."""
 
 import json
-import shlex
 import shutil
 
 import pytest
-from scripts import refusal, run_script, write_models
-from test_train_grpo_cli import (
-    SMALL,
-    _assert_same_run,
-    _run_until_saved,
-    programs_are_kept,  # noqa: F401
-    some_rewards,  # noqa: F401
-)
+from scripts import refusal, run_script
+from test_train_grpo_cli import _assert_same_run, _run_until_saved, models, options, programs_are_kept  # noqa: F401
 from tiny import equal_prices
 
 from experiments import train_grpo
@@ -20,21 +13,15 @@ from experiments.common import parse_config
 from specrl_jax.training import costs, grpo_run
 
 
-@pytest.fixture(scope="module")
-def models(tmp_path_factory):
-    return write_models(tmp_path_factory.mktemp("models"))
-
-
 @pytest.fixture
-def options(models):
-    given = ("--policy", models / "policy", "--drafter", models / "drafter", "--mesh", "data=1")
-    return (*shlex.split(SMALL), *given, "--numerics", "plain", "--optimizer.name", "adamw", "--most-drafts", 3)
+def small(request):
+    """Options of a small run with rewards from the host, on one device."""
+    return (*request.getfixturevalue("options"), "--draft-length", "auto", "--most-drafts", 3, "--mesh", "data=1")
 
 
-def table_of(options, path):
+def table_of(argv, path):
     """The table of a run under rule match, as it would be if all rounds cost alike."""
-    argv = [*map(str, options), "--draft-length", "auto"]
-    config = parse_config(train_grpo.Config, train_grpo.PRESETS, argv, script="train_grpo")
+    config = parse_config(train_grpo.Config, train_grpo.PRESETS, list(map(str, argv)), script="train_grpo")
     session, *_ = train_grpo.open_session(config)
     program = session.program(session.draft_length)
     engine, rows = program.step.engine, session.rows(program)
@@ -44,10 +31,10 @@ def table_of(options, path):
 
 
 @pytest.mark.full
-@pytest.mark.usefixtures("some_rewards", "programs_are_kept")
-def test_a_killed_run_under_another_rule_goes_on_by_the_given_table(options, tmp_path, monkeypatch):
-    given = table_of(options, tmp_path / "given.json")
-    argv = (*options, "--draft-length", "auto", "--rule", "block", "--costs", given)
+@pytest.mark.usefixtures("programs_are_kept")
+def test_a_killed_run_under_another_rule_goes_on_by_its_table(small, tmp_path, monkeypatch):
+    given = table_of(small, tmp_path / "given.json")
+    argv = (*small, "--rule", "block", "--costs", given)
     monkeypatch.setattr(costs, "measure_costs", lambda *_: pytest.fail("a clock was asked"))
     run_script(monkeypatch, train_grpo, *argv, "--out", tmp_path / "whole")
     assert json.loads((tmp_path / "whole" / "summary.json").read_text())["acceptance_length"] > 1.2
@@ -60,11 +47,11 @@ def test_a_killed_run_under_another_rule_goes_on_by_the_given_table(options, tmp
 
 
 @pytest.mark.ci
-def test_tables_that_do_not_serve_are_refused(options, tmp_path, monkeypatch, capsys):
-    given = table_of(options, tmp_path / "given.json")
+def test_tables_that_do_not_serve_are_refused(small, tmp_path, monkeypatch, capsys):
+    given = table_of(small, tmp_path / "given.json")
 
     def refused(sentence, *argv, out="out"):
-        argv = (*options, "--draft-length", "auto", "--out", tmp_path / out, *argv)
+        argv = (*small, "--out", tmp_path / out, *argv)
         assert sentence in refusal(monkeypatch, capsys, train_grpo, *argv)
 
     refused("cost table nowhere.json cannot be read", "--costs", "nowhere.json")

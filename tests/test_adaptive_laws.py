@@ -12,9 +12,11 @@ from test_sampling import (
     LAWS,
     PLAUSIBLE,
     PROMPT,
+    RULES,
     engine_of,
     exact_law,
     goodness_of_fit,
+    prompts_of,
     rollout,
     second_scores,
     teacher_forced,
@@ -31,7 +33,6 @@ from tiny import (
     tiny_prompts,
 )
 
-from specrl_jax.data.prompts import Prompts
 from specrl_jax.errors import InputError
 from specrl_jax.rl.scoring import Scorer
 from specrl_jax.rollout import adaptive as adaptive_module
@@ -47,12 +48,6 @@ from specrl_jax.training.costs import costs_at, given_costs, save_costs
 
 pytestmark = pytest.mark.ci
 COUNT = 4096
-RULES = {
-    "ratio": Ratio(),
-    "ratio, argmax": Ratio(argmax_drafts=True),
-    "block": Block(),
-    "block, argmax": Block(argmax_drafts=True),
-}
 
 
 def adaptive_engine(engine, bodies, **settings):
@@ -70,15 +65,6 @@ def rolled_out(engine, prompts, control, samples=1):
     keys, params = keys_of(prompts, samples), tiny_params()
     program = jax.jit(lambda *a: engine.rollout(*a[:4], control=a[4]))
     return jax.device_get(program(params, guesses(), prompts, keys, control))
-
-
-def prompts_of(count):
-    """One prompt, of so many rows of a dataset."""
-    return Prompts(
-        tokens=jnp.broadcast_to(jnp.array(PROMPT, jnp.int32), (count, 3)),
-        lengths=jnp.full((count,), 3, jnp.int32),
-        row_ids=jnp.arange(count, dtype=jnp.uint32),
-    )
 
 
 def many_samples(name, rule, bodies, k=2, **settings):

@@ -195,15 +195,19 @@ def test_behaviour_log_probs_are_those_of_the_training_forward(name, rule):
     assert np.isfinite(trained).all()
 
 
+def prompts_of(count):
+    """One prompt, of so many rows of a dataset."""
+    return Prompts(
+        tokens=jnp.broadcast_to(jnp.array(PROMPT, jnp.int32), (count, 3)),
+        lengths=jnp.full((count,), 3, jnp.int32),
+        row_ids=jnp.arange(count, dtype=jnp.uint32),
+    )
+
+
 @functools.lru_cache
 def many_samples(name, rule, k=2):
     """Three tokens of 4,096 samples of one prompt."""
-    groups = 4096
-    prompts = Prompts(
-        tokens=jnp.broadcast_to(jnp.array(PROMPT, jnp.int32), (groups, 3)),
-        lengths=jnp.full((groups,), 3, jnp.int32),
-        row_ids=jnp.arange(groups, dtype=jnp.uint32),
-    )
+    prompts = prompts_of(4096)
     engine = engine_of(PLAIN, LAWS[name], rule, k=k, samples=1, new=3)
     return run(engine, prompts, keys_of(prompts, 1), tiny_params(), bigram_table())
 

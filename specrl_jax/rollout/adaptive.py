@@ -228,10 +228,8 @@ class AdaptiveRound(Round):
             found, there = chances(control, sure, path_survival(made.worth, step), token.shape[1]), step < room
             if known is not None:
                 # The first drafts are those planned. Whatever a draft is, it counts as one.
-                there, found = (
-                    known.who(made.worth, step, jnp.where(step > 0, token_price, 0.0))[0],
-                    jnp.maximum(found, _LEAST),
-                )
+                there, _ = known.who(made.worth, step, jnp.where(step > 0, token_price, 0.0))
+                found = jnp.maximum(found, _LEAST)
             return Drafted(
                 token=made.token.at[:, step].set(token),
                 confidence=made.confidence.at[:, step].set(sure),
@@ -281,11 +279,10 @@ class AdaptiveRound(Round):
         """The drafts that a body verifies."""
         depth = body.depth(self.config.draft_length)
         worth, budget = drafted.worth[:, :depth], body.tokens - jnp.sum(live, dtype=jnp.int32)
+        laws, taken = None, (allocate if self.config.per_row else share)(worth, budget)
         if drafted.log_law is not None:
-            taken = worth > 0.0  # all drafts
-            return Dealt(drafted.token[:, :depth], drafted.confidence[:, :depth], taken, drafted.log_law[:, :depth])
-        taken = (allocate if self.config.per_row else share)(worth, budget)
-        return Dealt(drafted.token[:, :depth], drafted.confidence[:, :depth], taken)
+            laws, taken = drafted.log_law[:, :depth], worth > 0.0  # all drafts
+        return Dealt(drafted.token[:, :depth], drafted.confidence[:, :depth], taken, laws)
 
     def _packed(self, rows: Rows, body: Body, dealt: Dealt, live: Bool[Array, "r"]) -> Packed:
         """The tokens of a round side by side."""

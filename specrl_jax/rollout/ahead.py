@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from specrl_jax.rollout.control import Body, Control, worth_of_next
+from specrl_jax.rollout.control import Body, Control, allocate, share, worth_of_next
 
 
 def path_survival(survival: Float[Array, "r k c"], step: Int[Array, ""]) -> Float[Array, "r"]:
@@ -31,12 +31,9 @@ def who_drafts(
         left: drafts that there is room for. price: what verifying one must save.
         per_row: else all rows that can draft do, or none does.
     """
-    there = worth > 0.0
-    if not per_row:
-        count = jnp.sum(there, dtype=jnp.int32)
-        return there & (count <= left) & (jnp.sum(worth) > price * count.astype(jnp.float32))
-    rank = jnp.argsort(jnp.argsort(-worth, stable=True), stable=True)
-    return there & (rank < left) & (worth > price)
+    dealt = (allocate if per_row else share)(worth[:, None, None], left)[:, 0, 0]
+    count = jnp.sum(worth > 0.0, dtype=jnp.float32)
+    return dealt & (worth > price if per_row else jnp.sum(worth) > price * count)
 
 
 @dataclass(frozen=True)

@@ -46,7 +46,7 @@ def exported_for(platform, fn, *args):
     if platform == "cuda" and jax.__version_info__ >= (0, 11):
         pytest.skip("newer versions lower Triton where there is a GPU")
     products = ("product", "product_plus", "product_gated")
-    others = ("attention", "norm", "rotate", "norm_rotate", "draw", "draw_greedy", "describe")
+    others = ("attention", "row_attention", "norm", "rotate", "norm_rotate", "draw", "draw_greedy", "describe")
     ours = [named(f"specrl_jax_{what}") for what in (*products, *others)]
     own = {"cpu": ours, "cuda": ["__gpu$xla.gpu.triton"]}.get(platform, [])
     checks = [jax.export.DisabledSafetyCheck.custom_call(name) for name in own]

@@ -76,15 +76,16 @@ class Tiles(Kernel):
     ) -> None:
         """`out = factor * out + line @ others`, a few vectors at a time and then one.
 
-        others: and what to ask for meanwhile. sizes: numbers of `out`, how far apart those of `others` for two numbers
-        of a line begin, and numbers of a line.
+        others: and what to ask for meanwhile, from its start on, as much as is read: memory in its order comes sooner
+        than in that of the products (0.75 to 0.85 of the time).
+        sizes: numbers of `out`, how far apart those of `others` for two numbers of a line begin, and numbers of a line.
         """
         across, apart, along = sizes
         step = wide() * lanes()
         whole = across // step * step
         for width, start, stop in (("wide", 0, whole), ("narrow", whole, across)):
             with code.loop(start, stop, step if width == "wide" else lanes()) as c:
-                read, written = ([place + c for place in places] for places in (others, outs))
+                read, written = [others[0] + c, others[1] + c * along], [place + c for place in outs]
                 code.call(self.functions[f"{name}_{width}"], *lines, *read, apart, along, *written, *factors)
 
     def weigh(
@@ -132,7 +133,7 @@ def _write_outer(module: ir.Module, name: str, width: int, fresh: bool) -> ir.Fu
         with code.loop(0, along) as i:
             read = [(others + i * apart).vector(v * lanes()) for v in range(width)]
             for offset in range(0, width * lanes(), LINE):
-                (ahead + (i * apart + offset)).prefetch()
+                (ahead + (i * (width * lanes()) + offset)).prefetch()
             for line, own in zip(lines, sums, strict=True):
                 number = line[i].everywhere()
                 for place, vector in zip(own, read, strict=True):

@@ -35,11 +35,10 @@ from tiny import (
 
 from specrl_jax.errors import InputError
 from specrl_jax.rl.scoring import Scorer
-from specrl_jax.rollout import adaptive as adaptive_module
-from specrl_jax.rollout import ahead
+from specrl_jax.rollout import drafting
 from specrl_jax.rollout.adaptive import AdaptiveRound, Dealt
-from specrl_jax.rollout.ahead import cheapest_that_holds, who_drafts
 from specrl_jax.rollout.control import Body, allocate, initial_control
+from specrl_jax.rollout.drafting import cheapest_that_holds, who_drafts
 from specrl_jax.rollout.rules import Block, Ratio
 from specrl_jax.rollout.sampling import Context
 from specrl_jax.rollout.trajectory import to_sequences
@@ -97,8 +96,8 @@ def test_caught_drafts_dealt_after_they_were_drawn(monkeypatch):
         taken = allocate(drafted.worth, body.tokens - jnp.sum(live, dtype=jnp.int32))
         return Dealt(drafted.token, drafted.confidence, taken, drafted.log_law)
 
-    monkeypatch.setattr(ahead, "who_drafts", lambda worth, *_: worth > 0.0)
-    monkeypatch.setattr(adaptive_module, "cheapest_that_holds", lambda *_: jnp.int32(1))
+    monkeypatch.setattr(drafting, "who_drafts", lambda worth, *_: worth > 0.0)
+    monkeypatch.setattr(drafting, "cheapest_that_holds", lambda *_: jnp.int32(1))
     monkeypatch.setattr(AdaptiveRound, "deal", deal)
     assert goodness_of_fit(many_samples("plain", Ratio(), HALF).tokens, exact_law("plain")) < 1e-12
 

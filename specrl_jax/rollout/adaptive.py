@@ -9,7 +9,7 @@ leaf, and are dealt tokens like drafts: a small tree where a draft is in doubt, 
 come after the chain's, and the one that is accepted is moved to its place.
 
 Rules that judge a draft by the law it was drawn from decide before it is drawn who drafts, and verify every draft
-(`rollout/ahead.py`).
+(`rollout/drafting.py`).
 
 Without drafts the drafter does nothing: features of tokens that it has not read wait in a ring per row and
 are read when drafting resumes; of a row that has fallen behind further, the drafter starts anew at the ring's first.
@@ -25,27 +25,24 @@ from flax import struct
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
-from specrl_jax.drafters.protocol import ChainDrafter, Choice, can_draft
+from specrl_jax.drafters.protocol import ChainDrafter, Choice, Texts, can_draft
 from specrl_jax.models.params import PolicyParams
 from specrl_jax.models.policy import ForwardOutput, TokenBatch, forward, grid_batch
 from specrl_jax.models.tree import Tree
-from specrl_jax.rollout.ahead import Known, cheapest_that_holds, path_survival
 from specrl_jax.rollout.control import (
     Beside,
     Body,
     Control,
     Plan,
     allocate,
-    best_verified,
     chances,
     fade,
     learn,
-    room_left,
     seconds_per_token,
     share,
-    worth_another_step,
     worth_of_tokens,
 )
+from specrl_jax.rollout.drafting import ByConfidence, ByDraftsBefore, Drafting, path_survival
 from specrl_jax.rollout.draws import PlacedDraws
 from specrl_jax.rollout.pool import Pool
 from specrl_jax.rollout.round import Judged, Round, with_drafts
@@ -55,7 +52,6 @@ from specrl_jax.rollout.trajectory import Trajectory
 from specrl_jax.rollout.verification import Proposed, of_each
 
 _CHUNK = 8  # unread pairs are read so many at a time
-_LEAST = 1e-20  # of a draft's survival, where 0 would say that it was not made
 
 
 def _chain_first(x: Shaped[Array, "r k c"]) -> Shaped[Array, "r ck"]:
@@ -192,6 +188,36 @@ class AdaptiveRound(Round):
         laws = jnp.zeros((*none.shape[:2], self.policy.vocab_size)) if self.config.rule.needs_laws else None
         return Drafted(none.astype(jnp.int32), none[..., 0], none, laws)
 
+    def _drafting(
+        self,
+        draft_params: Any,
+        rows: Rows,
+        texts: Texts,
+        control: Control,
+        bodies: Sequence[tuple[int, Body]],
+        live: Bool[Array, "r"],
+        plan: Plan,
+    ) -> Drafting:
+        """What decides how many drafts there are; arguments as of `draft`."""
+        room, needs_laws = jnp.where(live, rows.limit - 1 - rows.emitted, 0), self.config.rule.needs_laws
+        if needs_laws:
+            # Rows without drafts would draft something to be refused.
+            able = can_draft(self.drafter, draft_params, texts)
+            room = room if able is None else jnp.where(able, room, 0)
+        assert rows.record is not None
+        return (ByDraftsBefore if needs_laws else ByConfidence)(
+            control,
+            plan,
+            bodies,
+            self.config.draft_length,
+            worth=worth_of_tokens(control, self.depth(bodies), plan.steps, live, rows.record),
+            room=room,
+            count=jnp.sum(live, dtype=jnp.int32),
+            step_price=plan.per_second * control.per_step[bodies[0][0]],
+            token_price=plan.per_second * seconds_per_token(plan.seconds, bodies),
+            per_row=self.config.per_row,
+        )
+
     def draft(
         self,
         params: PolicyParams,
@@ -202,52 +228,32 @@ class AdaptiveRound(Round):
         bodies: Sequence[tuple[int, Body]],
         live: Bool[Array, "r"],
         plan: Plan,
-    ) -> tuple[Rows, Drafted]:
-        """Draft until another is not worth it; `bodies` are those with drafts for so many rows, numbered."""
+    ) -> tuple[Rows, Drafted, Int[Array, ""]]:
+        """Draft until another is not worth it, and choose the body that reads the drafts.
+
+        `bodies` are those with drafts for so many rows, numbered.
+        """
         rows = self.catch_up(params, draft_params, rows)
         drafter, embed, depth = self.chain_drafter, params.embed, self.depth(bodies)
-        choose, begun = self._chooser(rows), self.no_drafts(live.shape[0], bodies)
-        count = jnp.sum(live, dtype=jnp.int32)
-        budget = max(body.tokens for _, body in bodies) - count
-        room = jnp.where(live, rows.limit - 1 - rows.emitted, 0)
-        assert rows.record is not None
-        worth = worth_of_tokens(control, depth, plan.steps, live, rows.record)
-        step_price = plan.per_second * control.per_step[bodies[0][0]]
-        token_price = plan.per_second * seconds_per_token(plan.seconds, bodies)
-        known, texts = None, self.texts(rows, trajectory)
-        if self.config.rule.needs_laws:
-            # Rows without drafts would draft something to be refused.
-            able = can_draft(drafter, draft_params, texts)
-            room = room if able is None else jnp.where(able, room, 0)
-            known = Known(control, worth, room, budget, self.config.per_row)
+        choose, begun, texts = self._chooser(rows), self.no_drafts(live.shape[0], bodies), self.texts(rows, trajectory)
+        drafting = self._drafting(draft_params, rows, texts, control, bodies, live, plan)
         carry, choice = drafter.begin(draft_params, embed, rows.drafter, texts, depth, choose)
 
         def drafted(step: Int[Array, ""], choice: Choice, made: Drafted) -> Drafted:
             """With the drafts of another depth; of `worth` how often each survives."""
             token, sure = self._candidates(choice), jnp.exp(choice.confidence)  # type: ignore[arg-type]
-            found, there = chances(control, sure, path_survival(made.worth, step), token.shape[1]), step < room
-            if known is not None:
-                # The first drafts are those planned. Whatever a draft is, it counts as one.
-                there, _ = known.who(made.worth, step, jnp.where(step > 0, token_price, 0.0))
-                found = jnp.maximum(found, _LEAST)
+            found = chances(control, sure, path_survival(made.worth, step), token.shape[1])
+            survival = jnp.where(token >= 0, drafting.made(found, made.worth, step), 0.0)
             return Drafted(
                 token=made.token.at[:, step].set(token),
                 confidence=made.confidence.at[:, step].set(sure),
-                worth=made.worth.at[:, step].set(jnp.where(there[:, None] & (token >= 0), found, 0.0)),
+                worth=made.worth.at[:, step].set(survival),
                 log_law=None if made.log_law is None else made.log_law.at[:, step].set(choice.log_law),
             )
 
         def more(state: Any) -> Bool[Array, ""]:
             step, _, made = state
-            survival = made.worth
-            if known is not None:
-                who, found = known.who(survival, step, token_price)
-                return (step < depth) & (jnp.sum(jnp.where(who, found - token_price, 0.0)) > step_price)
-            worths, longest = worth[:, None, None] * survival, self.config.draft_length
-            chosen = best_verified(plan.seconds, bodies, longest, worths, count, plan.per_second, self.config.per_row)
-            left = room_left(bodies, longest, worths, step, count, chosen)
-            pays = worth_another_step(control, survival, worth, step, budget, left, step_price, token_price)
-            return (step < depth) & pays
+            return (step < depth) & drafting.goes_on(made.worth, step)
 
         def another(state: Any) -> Any:
             step, carry, made = state
@@ -257,16 +263,8 @@ class AdaptiveRound(Round):
 
         first = drafted(jnp.int32(0), choice, begun)
         _, _, made = lax.while_loop(more, another, (jnp.int32(1), carry, first))
-        return rows, replace(made, worth=worth[:, None, None] * made.worth)
-
-    def chosen(
-        self, plan: Plan, bodies: Sequence[tuple[int, Body]], drafted: Drafted, live: Bool[Array, "r"]
-    ) -> Int[Array, ""]:
-        """Number of the body that verifies what was drafted; bodies as for `draft`."""
-        count, longest, per_row = jnp.sum(live, dtype=jnp.int32), self.config.draft_length, self.config.per_row
-        if self.config.rule.needs_laws:
-            return cheapest_that_holds(plan.seconds, bodies, longest, drafted.worth > 0.0, count)
-        return best_verified(plan.seconds, bodies, longest, drafted.worth, count, plan.per_second, per_row)
+        made = replace(made, worth=drafting.worth[:, None, None] * made.worth)
+        return rows, made, drafting.body(made.worth)
 
     def _candidates(self, choice: Choice) -> Int[Array, "r c"]:
         """A draft and what stands beside it, -1 where a drafter has no more."""

@@ -24,7 +24,7 @@ class RolloutConfig:
     rule: how drafts are drawn and judged, in chains or trees.
     adaptive: choose the drafts of every round while it runs (`rollout/control.py`), in chains; where rule match has
         several candidates, the others beside a draft where they pay. Rules that read laws choose before they draw
-        (`rollout/ahead.py`): they emit a law, not the tokens of other draft lengths.
+        (`rollout/drafting.py`): they emit a law, not the tokens of other draft lengths.
     per_row: of an adaptive draft length, drafts go to the rows where they save most; else all rows have as many.
     bodies: compiled rounds to choose from, at most 12; by default those of `default_bodies`. Where drafts are adaptive
         the ladder is theirs, and `ladder` and `smallest_rung` say nothing.

@@ -68,10 +68,7 @@ class RolloutEngine(SequenceQueue):
         if drafting:
 
             def draft(state: tuple[Rows, Drafted, Array]) -> tuple[Rows, Drafted, Array]:
-                rows, drafted = self.draft(
-                    params, draft_params, state[0], batch.trajectory, control, drafting, live, plan
-                )
-                return rows, drafted, self.chosen(plan, drafting, drafted, live)
+                return self.draft(params, draft_params, state[0], batch.trajectory, control, drafting, live, plan)
 
             rows, drafted, chosen = when(drafts, draft, (rows, drafted, chosen))
         state = rows, pool, batch.trajectory, control

@@ -51,23 +51,32 @@ def attend(
 ) -> Float[Array, "r m h c"]:
     """Attention of `m` queries per row over cached slots `start` to `visible - 1` and over `e` keys beside them.
 
-    `sees[m, e]` tells which of those beside them a query reads.
+    `sees[m, e]` tells which of those beside them a query reads. What a query that reads nothing gets means nothing.
     """
     inputs = q, keys, values, start, visible, own_keys, own_values, sees
-    if few_on_a_cpu(q, keys, values, own_keys, own_values):
+    if few_on_a_cpu(q, keys, values, own_keys, own_values) and sees.shape[0] == q.shape[1]:
         from specrl_jax.kernels import row_attention
 
-        if row_attention.fits(q.shape[3], sees.shape[1]):
+        if row_attention.fits(q.shape[2], keys.shape[1], q.shape[3], sees.shape[1]):
             return with_gradient_of(_by_xla, _in_kernel, *inputs)
     return _by_xla(*inputs)
 
 
-def _in_kernel(*inputs: Array) -> Array:
+def _in_kernel(
+    q: Float[Array, "r m h c"],
+    keys: Float[Array, "r g s c"],
+    values: Float[Array, "r g s c"],
+    start: Int[Array, "r"],
+    visible: Int[Array, "r"],
+    own_keys: Float[Array, "r g e c"],
+    own_values: Float[Array, "r g e c"],
+    sees: Bool[Array, "m e"],
+) -> Float[Array, "r m h c"]:
     from specrl_jax.kernels.row_attention import row_attention
 
-    q, keys, values, start, visible, own_keys, own_values, sees = inputs
     bit = jnp.left_shift(1, jnp.arange(sees.shape[1], dtype=jnp.int32))
     bits = jnp.sum(jnp.where(sees, bit[None], 0), axis=1, dtype=jnp.int32)
+    start, visible = start.astype(jnp.int32), visible.astype(jnp.int32)
     return row_attention(q, keys, values, start, visible, own_keys, own_values, bits)
 
 
@@ -83,8 +92,8 @@ def _by_xla(
 ) -> Float[Array, "r m h c"]:
     rows, kv_heads, slots, width = keys.shape
     count = q.shape[1]
-    # Keys times a column of queries, not queries times transposed keys: on XLA:CPU 3 to 10 times faster for few
-    # queries. The barriers keep the compiler from turning one into the other.
+    # Keys times a column of queries, not queries times transposed keys: on XLA:CPU, where no kernel fits, 3 to 10 times
+    # faster for few queries. The barriers keep the compiler from turning one into the other.
     grouped = q.reshape(rows, count, kv_heads, -1, width).transpose(0, 2, 3, 1, 4).reshape(rows, kv_heads, -1, width)
     columns = lax.optimization_barrier((grouped * width**-0.5).transpose(0, 1, 3, 2))
     scores = jnp.einsum("rgsc,rgcm->rgsm", keys, columns, preferred_element_type=jnp.float32)

@@ -35,6 +35,8 @@ MOST_SLOTS, MOST_WIDTH = 256, 512
 """Slots that a tile reads at a time, and channels of a head, that there is room for."""
 NODES = 32
 """Slots that a word of bits tells of."""
+LITTLE = 100_000
+"""Multiplications that are not worth another thread."""
 
 
 def wide() -> int:
@@ -64,6 +66,17 @@ class Tiles(Kernel):
         for width, vectors in (("wide", wide()), ("narrow", 1)):
             self.functions[f"{name}_{width}"] = _write_outer(module, f"{name}_{width}", vectors, fresh)
 
+    def clear(self, code: Code, out: Pointer, width: Value) -> None:
+        """Zeros in the place of a line's sums."""
+        with code.loop(0, width, lanes()) as c:
+            out.set_vector(c, code.zeros())
+
+    def divide(self, code: Code, out: Pointer, width: Value, total: Value) -> None:
+        """A line's sums over their total; zeros where it is 0."""
+        share = (code.float(1.0) / total.most(1e-30)).everywhere()
+        with code.loop(0, width, lanes()) as c:
+            out.set_vector(c, out.vector(c) * share)
+
     def products(
         self,
         code: Code,
@@ -77,7 +90,7 @@ class Tiles(Kernel):
         """`out = factor * out + line @ others`, a few vectors at a time and then one.
 
         others: and what to ask for meanwhile, from its start on, as much as is read: memory in its order comes sooner
-        than in that of the products (0.75 to 0.85 of the time).
+        than in that of the products.
         sizes: numbers of `out`, how far apart those of `others` for two numbers of a line begin, and numbers of a line.
         """
         across, apart, along = sizes
@@ -145,7 +158,7 @@ def _write_outer(module: ir.Module, name: str, width: int, fresh: bool) -> ir.Fu
 
 
 def _write_weigh(module: ir.Module, name: str, masked: bool) -> ir.Function:
-    """The softmax of a tile's lines goes on over a page: scores become weights, and the sums so far count a factor.
+    """The softmax of a tile's lines goes on over some slots: scores become weights, and the sums so far count a factor.
 
     Arguments: scores, slots to read, width of a head, first slot, `below` and `bits` of every line, the lines' top
     scores, their totals, and factors. Unmasked where all lines read all of those slots.

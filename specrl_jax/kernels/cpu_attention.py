@@ -17,6 +17,7 @@ from llvmlite import ir
 
 from specrl_jax.kernels.attention_tile import (
     LINES,
+    LITTLE,
     MASKED,
     MOST_SLOTS,
     MOST_WIDTH,
@@ -29,7 +30,6 @@ from specrl_jax.kernels.custom_call import Call, named, registered
 from specrl_jax.kernels.llvm import F32, I32, I64, Pointer, Value, lanes
 
 _MOST_LINES = 256  # that there is room for
-_LITTLE = 100_000  # multiplications that are not worth another thread
 
 Q, KEYS, VALUES, TABLE, BELOW, BITS, ENDS = range(7)
 """Operands."""
@@ -85,7 +85,7 @@ class Attention(Tiles):
         slots = call.code.variable(call.code.number(0))
         with call.code.loop(0, call.size(Q, 0)) as row:
             slots[0] = slots[0] + call.operand(ENDS, I32)[row].as_type(I64, "sext")
-        return slots[0] * 2 * call.size(Q, 1) * call.size(Q, 2) * call.size(Q, 3) // _LITTLE + 1
+        return slots[0] * 2 * call.size(Q, 1) * call.size(Q, 2) * call.size(Q, 3) // LITTLE + 1
 
     def block(self, call: Call, index: Value) -> None:
         """All queries of a row that read one head of keys."""
@@ -94,8 +94,7 @@ class Attention(Tiles):
         tops, totals = (code.room(F32, _MOST_LINES + LINES) for _ in range(2))
         with code.loop(0, lines.count) as line:
             tops[line], totals[line] = MASKED, 0.0
-            with code.loop(0, width, lanes()) as c:
-                (result + lines.place(line)).set_vector(c, code.zeros())
+            self.clear(code, result + lines.place(line), width)
         end = call.operand(ENDS, I32)[lines.row].as_type(I64, "sext")
         pages = (end + slots - 1) // slots
         with code.loop(0, pages) as j:
@@ -105,10 +104,7 @@ class Attention(Tiles):
                 ahead = [first.equals(0).where_pointer(*both) for both in zip(next_, here, strict=True)]
                 self._tile(call, lines, first, j * slots, (here, ahead), (tops, totals))
         with code.loop(0, lines.count) as line:
-            share = (code.float(1.0) / totals[line].most(1e-30)).everywhere()
-            out = result + lines.place(line)
-            with code.loop(0, width, lanes()) as c:
-                out.set_vector(c, out.vector(c) * share)
+            self.divide(code, result + lines.place(line), width, totals[line])
 
     def _tile(
         self,

@@ -1,7 +1,7 @@
 """Attention of a drafter's queries over the slots of their row, which lie side by side, and a few keys beside them.
 
-XLA makes a dozen operations of it, each of which costs more to start than to do, and reads all the slots that there is
-room for. Here a thread takes one row and one head of keys at a time, and reads the slots that count.
+XLA makes a dozen operations of it and reads all the slots that there is room for. Here a thread takes one row and one
+head of keys at a time, and reads the slots that count.
 """
 
 from dataclasses import dataclass, field
@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 from llvmlite import ir
 
-from specrl_jax.kernels.attention_tile import LINES, MASKED, MOST_SLOTS, MOST_WIDTH, NODES, Tiles, rounded_up
+from specrl_jax.kernels.attention_tile import LINES, LITTLE, MASKED, MOST_SLOTS, MOST_WIDTH, NODES, Tiles, rounded_up
 from specrl_jax.kernels.custom_call import Call, named, registered
 from specrl_jax.kernels.llvm import (
     ADDRESS,
@@ -26,15 +26,13 @@ from specrl_jax.kernels.llvm import (
     lanes,
 )
 
-_LITTLE = 100_000  # multiplications that are not worth another thread
-
 Q, KEYS, VALUES, START, STOP, OWN_KEYS, OWN_VALUES, BITS = range(8)
 """Operands."""
 
 
-def fits(head_dim: int, beside: int) -> bool:
-    """Whether the kernel takes heads so wide, with so many keys beside the slots."""
-    return head_dim % lanes() == 0 and head_dim <= MOST_WIDTH and beside <= NODES
+def fits(heads: int, kv_heads: int, head_dim: int, beside: int) -> bool:
+    """Whether the kernel takes so many heads of such a width, with so many keys beside the slots."""
+    return heads % kv_heads == 0 and head_dim % lanes() == 0 and head_dim <= MOST_WIDTH and beside <= NODES
 
 
 def row_attention(
@@ -52,9 +50,9 @@ def row_attention(
     Args:
         q: rotated queries.
         keys, values: of the slots, of which all queries read those from `start` to before `stop`.
-        start, stop: of each row, within its slots.
+        start, stop: of each row, int32. What lies beyond the slots counts as their ends; from `stop` on none is read.
         own_keys, own_values: beside the slots.
-        bits: of those beside the slots, the ones that each query reads.
+        bits: of those beside the slots, the ones that each query reads, int32.
     """
     result = jax.ShapeDtypeStruct(q.shape, jnp.float32)
     call = jax.ffi.ffi_call(registered(RowAttention()), result, vmap_method="sequential")
@@ -81,8 +79,8 @@ class RowAttention(Tiles):
         slots = call.code.variable(call.code.number(0))
         with call.code.loop(0, call.size(Q, 0)) as row:
             start, stop = _span(call, row)
-            slots[0] = slots[0] + (stop - start)
-        return slots[0] * 2 * call.size(Q, 1) * call.size(Q, 2) * call.size(Q, 3) // _LITTLE + 1
+            slots[0] = slots[0] + (stop - start).most(0)
+        return slots[0] * 2 * call.size(Q, 1) * call.size(Q, 2) * call.size(Q, 3) // LITTLE + 1
 
     def block(self, call: Call, index: Value) -> None:
         """All queries of a row that read one head of keys, some at a time."""
@@ -105,8 +103,7 @@ class RowAttention(Tiles):
         outs = [(first + i < count).where_pointer(call.result(0) + place, spare) for i, place in enumerate(places)]
         for i, out in enumerate(outs):
             tops[i], totals[i] = MASKED, 0.0
-            with code.loop(0, width, lanes()) as c:
-                out.set_vector(c, code.zeros())
+            self.clear(code, out, width)
         state = [memory + i for memory in (tops, totals) for i in range(LINES)]
         at, (start, stop) = row * call.size(KEYS, 1) + group, _span(call, row)
         with code.loop(start, stop, MOST_SLOTS) as slot:
@@ -119,9 +116,7 @@ class RowAttention(Tiles):
         both = call.operand(OWN_KEYS) + at * beside * width, call.operand(OWN_VALUES) + at * beside * width
         self._read(call, queries, both, (nothing, beside), masks, state, outs)
         for i, out in enumerate(outs):
-            share = (code.float(1.0) / totals[i].most(1e-30)).everywhere()
-            with code.loop(0, width, lanes()) as c:
-                out.set_vector(c, out.vector(c) * share)
+            self.divide(code, out, width, totals[i])
 
     def _read(
         self,

@@ -243,7 +243,7 @@ class AdaptiveRound(Round):
             """With the drafts of another depth; of `worth` how often each survives."""
             token, sure = self._candidates(choice), jnp.exp(choice.confidence)  # type: ignore[arg-type]
             found = chances(control, sure, path_survival(made.worth, step), token.shape[1])
-            survival = jnp.where(token >= 0, drafting.made(found, made.worth, step), 0.0)
+            survival = jnp.where(token >= 0, drafting.survival_of(found, made.worth, step), 0.0)
             return Drafted(
                 token=made.token.at[:, step].set(token),
                 confidence=made.confidence.at[:, step].set(sure),
@@ -264,7 +264,7 @@ class AdaptiveRound(Round):
         first = drafted(jnp.int32(0), choice, begun)
         _, _, made = lax.while_loop(more, another, (jnp.int32(1), carry, first))
         made = replace(made, worth=drafting.worth[:, None, None] * made.worth)
-        return rows, made, drafting.body(made.worth)
+        return rows, made, drafting.body_for(made.worth)
 
     def _candidates(self, choice: Choice) -> Int[Array, "r c"]:
         """A draft and what stands beside it, -1 where a drafter has no more."""

@@ -54,14 +54,15 @@ def who_drafts(
 
 @dataclass(frozen=True)
 class Drafting(ABC):
-    """What is known before the drafts of a round are drawn.
+    """How many drafts a round makes, and which body reads them.
 
-    bodies: those with drafts for so many rows, numbered. longest: drafts of a row at most.
-    worth: of a token of each row (`worth_of_tokens`). room: drafts that a row has room for, `[r]`. count: live rows.
+    control, plan: what is known before they are drawn. bodies: those with drafts for so many rows, numbered.
+    longest: drafts of a row at most. worth: of a token of each row (`worth_of_tokens`).
+    room: drafts that a row has room for, `[r]`. count: live rows.
     step_price, token_price: what another step, and a token more to verify, must save.
     per_row: whether rows may have different numbers of drafts.
 
-    Methods take `survival`, how often each draft so far and what stands beside it survives, 0 for those not made.
+    `survival` is how often each draft so far, and what stands beside it, survives, 0 for those not made.
     """
 
     control: Control
@@ -81,7 +82,7 @@ class Drafting(ABC):
         return max(body.tokens for _, body in self.bodies) - self.count
 
     @abstractmethod
-    def made(
+    def survival_of(
         self, found: Float[Array, "r c"], survival: Float[Array, "r k c"], step: Int[Array, ""]
     ) -> Float[Array, "r c"]:
         """How often drafts number `step` survive, by what they turned out to be: `found`, or 0 of rows without one."""
@@ -91,15 +92,15 @@ class Drafting(ABC):
         """Whether draft number `step` of the rows is worth its time."""
 
     @abstractmethod
-    def body(self, worth: Float[Array, "r k c"]) -> Int[Array, ""]:
+    def body_for(self, worth: Float[Array, "r k c"]) -> Int[Array, ""]:
         """Number of the body that reads the drafts, by what each saves."""
 
 
 @dataclass(frozen=True)
 class ByConfidence(Drafting):
-    """By what drafts turned out to be: the best of them are verified."""
+    """By what drafts turned out to be: the best of them are verified, or as many of each row (`per_row`)."""
 
-    def made(
+    def survival_of(
         self, found: Float[Array, "r c"], survival: Float[Array, "r k c"], step: Int[Array, ""]
     ) -> Float[Array, "r c"]:
         """Those of rows that have room."""
@@ -108,11 +109,11 @@ class ByConfidence(Drafting):
     def goes_on(self, survival: Float[Array, "r k c"], step: Int[Array, ""]) -> Bool[Array, ""]:
         """By what the next ones add to the best so far."""
         worths = self.worth[:, None, None] * survival
-        left = room_left(self.bodies, self.longest, worths, step, self.count, self.body(worths))
+        left = room_left(self.bodies, self.longest, worths, step, self.count, self.body_for(worths))
         prices = self.step_price, self.token_price
         return worth_another_step(self.control, survival, self.worth, step, self.budget, left, *prices)
 
-    def body(self, worth: Float[Array, "r k c"]) -> Int[Array, ""]:
+    def body_for(self, worth: Float[Array, "r k c"]) -> Int[Array, ""]:
         """The one whose best drafts are worth most beyond its time."""
         plan = self.plan
         return best_verified(plan.seconds, self.bodies, self.longest, worth, self.count, plan.per_second, self.per_row)
@@ -131,7 +132,7 @@ class ByDraftsBefore(Drafting):
         left = self.budget - jnp.sum(survival > 0.0, dtype=jnp.int32)
         return who_drafts(worth, left, price, self.per_row), worth
 
-    def made(
+    def survival_of(
         self, found: Float[Array, "r c"], survival: Float[Array, "r k c"], step: Int[Array, ""]
     ) -> Float[Array, "r c"]:
         """The first are those planned. Whatever a draft is, it counts as one."""
@@ -143,7 +144,7 @@ class ByDraftsBefore(Drafting):
         who, worth = self.who(survival, step, self.token_price)
         return jnp.sum(jnp.where(who, worth - self.token_price, 0.0)) > self.step_price
 
-    def body(self, worth: Float[Array, "r k c"]) -> Int[Array, ""]:
+    def body_for(self, worth: Float[Array, "r k c"]) -> Int[Array, ""]:
         """The cheapest that holds all of them."""
         return cheapest_that_holds(self.plan.seconds, self.bodies, self.longest, worth > 0.0, self.count)
 

@@ -59,16 +59,16 @@ class RolloutEngine(SequenceQueue):
         assert batch.plan is not None
         control, plan, longest = batch.control, batch.plan, self.config.draft_length
         bodies = [(i, b) for i, b in enumerate(self.config.bodies_for(self._all_rows(batch))) if b.rows == size]
-        drafting = [(index, body) for index, body in bodies if body.depth(longest)]
-        drafts = jnp.any(plan.body == jnp.array([index for index, _ in drafting], jnp.int32))
+        with_drafts = [(index, body) for index, body in bodies if body.depth(longest)]
+        drafts = jnp.any(plan.body == jnp.array([index for index, _ in with_drafts], jnp.int32))
         most = max(self.most_of_a_row(body) for _, body in bodies)
         slots = jnp.where(drafts, 1 + most, 1)  # how many are verified is not known yet
         before, pool, live, batch = self._grown(batch, slots)
         rows, drafted, chosen = before, self.no_drafts(size, bodies), plan.body
-        if drafting:
+        if with_drafts:
 
             def draft(state: tuple[Rows, Drafted, Array]) -> tuple[Rows, Drafted, Array]:
-                return self.draft(params, draft_params, state[0], batch.trajectory, control, drafting, live, plan)
+                return self.draft(params, draft_params, state[0], batch.trajectory, control, with_drafts, live, plan)
 
             rows, drafted, chosen = when(drafts, draft, (rows, drafted, chosen))
         state = rows, pool, batch.trajectory, control

@@ -1,7 +1,8 @@
 """The least that rounds could cost: their matrix products alone, and what drafts could then save."""
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -15,7 +16,7 @@ from specrl_jax.models.attention import paged_attention
 from specrl_jax.models.cache import KVCache
 from specrl_jax.models.linear import linear, linears
 from specrl_jax.models.numerics import Numerics
-from specrl_jax.models.policy import head_weights
+from specrl_jax.models.policy import head_weights, policy_cache
 
 ROUNDS = 4
 """Rounds, steps or trips of a timed call."""
@@ -65,21 +66,44 @@ def bare_calls(pair: Pair, tokens: int, trips: int = ROUNDS) -> tuple[Callable[[
     return timed(bare_policy, pair.params, x, trips), timed(bare_draft_step, pair.draft, x, trips)
 
 
+def attention_calls(
+    pair: Pair, rows: int, context: int, queries: Iterable[int], trips: int = ROUNDS
+) -> dict[int, Callable[[], float]]:
+    """Attention of so many queries of every row to so many tokens, in all layers, timed, by the number of queries."""
+    cache, heads = policy_cache(pair.policy, rows, context, Numerics()), (pair.policy.num_heads, pair.policy.head_dim)
+    return {
+        q: timed(bare_attention, cache, jnp.ones((rows, q, *heads), jnp.dtype(pair.policy.dtype)), trips)
+        for q in queries
+    }
+
+
 @dataclass(frozen=True)
 class Floors:
-    """Measured seconds of bare products: of the policy and of a draft step, for so many tokens each; between, lines."""
+    """Measured seconds of bare products: of the policy and of a draft step, for so many tokens each; between, lines.
+
+    attention: of one row with 1, 2, ... queries; nothing where it is left out.
+    """
 
     tokens: Int[np.ndarray, "n"]
     policy: Float[np.ndarray, "n"]
     draft: Float[np.ndarray, "n"]
+    attention: Float[np.ndarray, "q"] = field(default_factory=lambda: np.zeros(0))
+
+    @property
+    def without_attention(self) -> "Floors":
+        """Those of products with weights alone."""
+        return replace(self, attention=np.zeros(0))
+
+    def _attention(self, rows: int, queries: int) -> float:
+        return rows * float(self.attention[queries - 1]) if len(self.attention) else 0.0
 
     def step(self, rows: int) -> float:
         """Of an autoregressive step."""
-        return float(np.interp(rows, self.tokens, self.policy))
+        return float(np.interp(rows, self.tokens, self.policy)) + self._attention(rows, 1)
 
     def cost(self, rows: int, k: int) -> float:
         """Of a round of `k` drafts per row, in autoregressive steps."""
-        verify = float(np.interp(rows * (k + 1), self.tokens, self.policy))
+        verify = float(np.interp(rows * (k + 1), self.tokens, self.policy)) + self._attention(rows, k + 1)
         return (verify + k * float(np.interp(rows, self.tokens, self.draft))) / self.step(rows)
 
     def speedup(self, rows: int, survival: Sequence[float]) -> float:
@@ -96,22 +120,36 @@ _PROMPT = 512  # tokens that are read together
 _LONG = 64  # tokens from which one trip is long enough to be timed
 
 
-def floor_calls(pair: Pair, rows: int, longest: int) -> dict[str, Callable[[], float]]:
-    """Products of 1 to `rows * (longest + 1)` tokens, and of a long prompt's, to be timed beside what they bound."""
+def floor_calls(pair: Pair, rows: int, longest: int, context: int = 0) -> dict[str, Callable[[], float]]:
+    """Products of 1 to `rows * (longest + 1)` tokens, and of a long prompt's, to be timed beside what they bound.
+
+    With a context also attention to so many tokens, of a row with 1 to `longest + 1` queries.
+    """
     most = rows * (longest + 1)
     calls: dict[str, Callable[[], float]] = {}
     for n in sorted({*(n for n in _STEPS if n < most), most, _PROMPT}):
         calls[f"floor policy {n}"], calls[f"floor draft {n}"] = bare_calls(pair, n, ROUNDS if n < _LONG else 1)
+    if context:
+        for queries, call in attention_calls(pair, rows, context, range(1, longest + 2)).items():
+            calls[f"floor attention {queries}"] = partial(_of_a_row, call, rows)
     return calls
+
+
+def _of_a_row(call: Callable[[], float], rows: int) -> float:
+    return call() / rows
 
 
 def floors_by_turn(seconds: Mapping[str, Float[np.ndarray, "t"]]) -> list[Floors]:
     """The floors of every turn, from what `floor_calls` took in it; other calls are passed over."""
-    counts = [int(name.rsplit(" ", 1)[1]) for name in seconds if name.startswith("floor policy ")]
-    if not counts:
+    parts: dict[str, list[Float[np.ndarray, t]]] = {
+        part: [taken for name, taken in seconds.items() if name.startswith(f"floor {part} ")]
+        for part in ("policy", "draft", "attention")
+    }
+    if not parts["policy"]:
         return []
-    policy, draft = (np.stack([seconds[f"floor {part} {n}"] for n in counts], axis=1) for part in ("policy", "draft"))
-    return [Floors(np.array(counts), *both) for both in zip(policy, draft, strict=True)]
+    counts = np.array([int(name.rsplit(" ", 1)[1]) for name in seconds if name.startswith("floor policy ")])
+    turns = range(len(parts["policy"][0]))
+    return [Floors(counts, *(np.array([taken[t] for taken in own]) for own in parts.values())) for t in turns]
 
 
 def live_rows(limits: Int[np.ndarray, "b"], rows: int) -> Int[np.ndarray, "t"]:

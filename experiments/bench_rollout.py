@@ -12,7 +12,8 @@ controller to the fastest fixed draft length (0 included). `allowed` is what the
 the same turns, attention left out) allow at the lengths of a turn and the acceptance of the longest fixed draft length
 in all turns (which synthetic acceptance continues), with the best draft length for every number of live rows, the same
 for all of them, after reading the prompts, if any are. `share_of_floor` is the controller's speed-up over that, by
-turn: median and 95% interval. `invariant_speedup` is that of the same arm in invariant numerics, over draft length 0 in
+turn: median and 95% interval; `share_with_attention` and `allowed_with_attention` are of floors that count attention to
+the `--context` too. `invariant_speedup` is that of the same arm in invariant numerics, over draft length 0 in
 plain ones (`--invariant`). `over_alike` is the controller to one that gives all rows as many drafts (`--alike`),
 `over_chains` that with trees to that with chains.
 """
@@ -309,7 +310,11 @@ def measure(
         survivals.append(survivals[-1] * survival)
     read = 0 if config.context else int(jnp.sum(work.prompts.lengths))
     turns = zip(floors_by_turn(seconds), lengths, strict=bool(floors))
-    allowed = np.array([allowed_speedup(floor, own, rows, survivals, read) for floor, own in turns])
+    of_turns = [
+        [allowed_speedup(floor, own, rows, survivals, read) for floor in (turn.without_attention, turn)]
+        for turn, own in turns
+    ]
+    allowed, with_attention = np.array(of_turns).reshape(-1, 2).T
     shared: dict[str, Any] = {
         "workload": config.work.task or ("synthetic" if survival else "random"),
         "branchy": config.work.branchy or None,
@@ -346,6 +351,9 @@ def measure(
             if floors:
                 row |= ratio_columns("share_of_floor", seconds["0"] / seconds[name], allowed)
                 row |= {"allowed": float(np.median(allowed))}
+            if floors and config.context:
+                row |= ratio_columns("share_with_attention", seconds["0"] / seconds[name], with_attention)
+                row |= {"allowed_with_attention": float(np.median(with_attention))}
             if config.alike:
                 row |= ratio_columns("over_alike", seconds["adaptive, alike"], seconds[name])
         table.append(row)
@@ -363,7 +371,7 @@ def main(config: Config) -> None:
         rollout_of(config, pair, work, rows, 0, Match(), False).check_prompt_width(width)
     out = open_output(config.run, config, SCRIPT)
     headed = config.floors and config.drafts == "head" and isinstance(pair.drafter, Eagle3Drafter)
-    floors = {rows: floor_calls(pair, rows, config.longest) if headed else {} for rows in config.rows}
+    floors = {rows: floor_calls(pair, rows, config.longest, config.context) if headed else {} for rows in config.rows}
     cases = [(rows, survival) for survival in config.survival for rows in config.rows]
     table: list[dict[str, Any]] = []
     with progress("cases", len(cases)) as advance:

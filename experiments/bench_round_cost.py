@@ -22,7 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 import tyro
 
-from experiments.bare_products import ROUNDS, bare_attention, bare_calls, timed
+from experiments.bare_products import ROUNDS, attention_calls, bare_calls, timed
 from experiments.bench_models import OneDevice, ShapeOptions, SyntheticMatch, open_expanded, parts_of
 from experiments.bench_work import endless_law
 from experiments.common import Run, RunOptions, check_least, progress, run_main
@@ -36,7 +36,7 @@ from specrl_jax.drafters.suffix import History, SuffixDrafter, init_history
 from specrl_jax.errors import InputError
 from specrl_jax.models.numerics import Numerics
 from specrl_jax.models.params import PolicyParams
-from specrl_jax.models.policy import ForwardOutput, forward, grid_batch, policy_cache
+from specrl_jax.models.policy import ForwardOutput, forward, grid_batch
 from specrl_jax.rollout.config import RolloutConfig
 from specrl_jax.rollout.engine import RolloutEngine
 from specrl_jax.rollout.queue import Batch
@@ -193,10 +193,8 @@ def measure(pair: Pair, config: Config, rows: int, context: int) -> list[dict[st
     calls = {"step": round_call(pair, step, None, rows, context), "bare step": bare_step, "bare draft": bare_draft}
     if config.invariant:
         calls["step, invariant"] = round_call(pair, replace(step, numerics=INVARIANT), None, rows, context)
-    cache = policy_cache(pair.policy, rows, context, Numerics())
-    for k in (0, *config.draft_lengths):
-        queries = jnp.ones((rows, k + 1, pair.policy.num_heads, pair.policy.head_dim), jnp.dtype(pair.policy.dtype))
-        calls[f"bare attention {k}"] = timed(bare_attention, cache, queries)
+    attention = attention_calls(pair, rows, context, [k + 1 for k in (0, *config.draft_lengths)])
+    calls |= {f"bare attention {queries - 1}": call for queries, call in attention.items()}
     looks = config.drafts == "suffix"
     samples = _LOOKED_IN if looks and rows % _LOOKED_IN == 0 else 1
     for k in config.draft_lengths:

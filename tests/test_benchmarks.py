@@ -13,7 +13,14 @@ from scripts import SCRIPTS, give_prices, refusal, run_script
 from tiny import POLICY, equal_prices, random_eagle3, tiny_params, tiny_prompts
 
 from experiments import bench_rollout, draft_length
-from experiments.bare_products import Floors, allowed_speedup, floor_calls, floors_by_turn, live_rows
+from experiments.bare_products import (
+    Floors,
+    allowed_speedup,
+    bare_attention,
+    floor_calls,
+    floors_by_turn,
+    live_rows,
+)
 from experiments.bench_models import ShapeOptions, SyntheticMatch, open_expanded
 from experiments.bench_work import Work
 from experiments.draft_length import Found
@@ -189,8 +196,13 @@ def test_floors_are_of_products_with_weights_or_with_attention_too(monkeypatch, 
         return {name: np.full(repeats, took[name]) for name in calls}
 
     attended = []
+
+    def noted(fn, weights, x, trips):
+        if fn is bare_attention:
+            attended.append(x.shape)
+
     monkeypatch.setattr(SCRIPTS["bench_round_cost"], "in_turn", told)
-    monkeypatch.setattr(SCRIPTS["bench_round_cost"], "timed", lambda fn, cache, queries: attended.append(queries.shape))
+    monkeypatch.setattr("experiments.bare_products.timed", noted)
     argv = ("--preset", "smoke", "--no-parts", "--invariant", "--out", tmp_path / "out")
     run_script(monkeypatch, SCRIPTS["bench_round_cost"], *argv)
     (row,) = json.loads((tmp_path / "out" / "results.json").read_text())["rows"]
@@ -266,11 +278,21 @@ def test_rows_go_on_from_filled_caches(monkeypatch, tmp_path):
         begun.append(standing_batch(*args))
         return begun[-1]
 
+    def told(pair, rows, longest, context):
+        assert (rows, longest, context) == (1, 3, 40)
+        seconds = {f"floor policy {n}": 1.0 for n in (1, 8)} | {f"floor draft {n}": 0.0 for n in (1, 8)}
+        seconds |= {f"floor attention {n}": 0.5 * n for n in (1, 2, 3, 4)}
+        return {name: lambda taken=taken: taken for name, taken in seconds.items()}
+
     monkeypatch.setattr(bench_rollout, "standing_batch", noted)
-    argv = ("--preset", "smoke", "--rows", 1, "--context", 40, "--no-floors", "--out", out)
+    monkeypatch.setattr(bench_rollout, "floor_calls", told)
+    argv = ("--preset", "smoke", "--rows", 1, "--context", 40, "--out", out)
     run_script(monkeypatch, SCRIPTS["bench_rollout"], *argv)
     rows = json.loads((out / "results.json").read_text())["rows"]
     assert [(row["context"], row["prompt_tokens"]) for row in rows] == [(40, 0)] * 3
+    # More tokens cost nothing but attention, which a round pays for each.
+    assert rows[-1]["allowed"] > rows[-1]["allowed_with_attention"] > 1.0
+    assert rows[-1]["share_with_attention"] > rows[-1]["share_of_floor"] > 0.0
     assert begun
     for batch in begun:
         assert np.all(batch.rows.length == 40)
@@ -399,6 +421,10 @@ def test_what_the_floors_allow():
     fair = Floors(tokens, np.array([1.0, 1000.0]), np.array([0.1, 0.1]))
     assert allowed_speedup(fair, limits, 2, [0.9, 0.81], prompt_tokens=3000) == 1.0
     assert fair.cost(2, 3) == pytest.approx((8 + 0.3) / 2)
+    attended = Floors(free.tokens, free.policy, free.draft, attention=np.array([0.5, 0.75, 1.0]))
+    assert (attended.step(2), attended.cost(2, 2)) == pytest.approx((2.0, 1.5))
+    assert allowed_speedup(attended, limits, 2, [0.5, 0.25], prompt_tokens=0) == pytest.approx(1.5 / 1.25)
+    assert attended.without_attention.cost(2, 2) == free.cost(2, 2)
 
 
 def test_floors_of_a_turn_are_those_that_were_timed_in_it():
@@ -407,6 +433,10 @@ def test_floors_of_a_turn_are_those_that_were_timed_in_it():
     slow, fast = floors_by_turn({name: np.array(both)[::-1] for name, both in seconds.items()})
     np.testing.assert_array_equal(fast.tokens, [1, 8])
     assert (fast.cost(1, 7), slow.cost(1, 7)) == pytest.approx((1.5 + 0.7, (4.0 + 1.4) / 2))
+    assert len(fast.attention) == 0
+    seconds |= {"floor attention 1": [0.5, 0.6], "floor attention 2": [0.7, 0.8]}
+    first, _ = floors_by_turn({name: np.array(both) for name, both in seconds.items()})
+    np.testing.assert_array_equal(first.attention, [0.5, 0.7])
     assert floors_by_turn({"0": np.ones(2)}) == []
 
 

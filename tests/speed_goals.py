@@ -44,11 +44,17 @@ def _adaptive(rows: int, **values: Any) -> Callable[[Row], bool]:
     return _where(draft_length="adaptive", ladder=True, rows=rows, **values)
 
 
+def _short(rows: int) -> Callable[[Row], bool]:
+    """The controller, with contexts of which attention is a small part."""
+    return lambda row: _adaptive(rows)(row) and row.get("context") != 2048
+
+
 def _vllm(rows: int) -> Callable[[Row], bool]:
     return lambda row: row["rows"] == rows and row["arm"].startswith("vllm")
 
 
 _ANY, _ROLLOUT, _ROUND, _DEEP = "speed/rollout_*", "speed/rollout_", "speed/round_cost*", "speed/peers_deep"
+_LONG = "speed/rollout_context_2048_1"
 _NOTHING_TO_WIN = {"draft_length": "adaptive, random head"}
 GOALS = (
     Goal("25M, 8 rows: tunix's time over ours", "speed/peers_25m_8", _where(arm="tunix"), "speedup", "≥", 1.0),
@@ -61,14 +67,18 @@ GOALS = (
     Goal("same, 4 rows", _ROUND, _where(rows=4, context=256), "step_over_bare", "≤", 1.25),
     Goal("same, 8 rows", _ROUND, _where(rows=8, context=256), "step_over_bare", "≤", 1.25),
     Goal("same, 16 rows", _ROUND, _where(rows=16, context=256), "step_over_bare", "≤", 1.25),
+    Goal("step over all products, attention's too, any rows", _ROUND, _where(), "step_over_products", "≤", 1.25),
     Goal("round over its floor beside 256 tokens", _ROUND, _where(context=256), "over_floor", "≤", 1.15),
     Goal("same, beside 2048 tokens", _ROUND, _where(context=2048), "over_floor", "≤", 1.15),
+    Goal("round over a floor with attention, any context", _ROUND, _where(), "over_products", "≤", 1.15),
     Goal("controller, 0.877, 1 row", _ANY, _adaptive(1, synthetic_survival=0.877), "speedup", "≥", 2.2),
     Goal("same, 16 rows", _ANY, _adaptive(16, synthetic_survival=0.877), "speedup", "≥", 1.5),
-    Goal("controller, of what floors allow, 1 row", _ANY, _adaptive(1), "share_of_floor", "≥", 0.85),
+    Goal("controller, of what floors allow, 1 row", _ANY, _short(1), "share_of_floor", "≥", 0.85),
     Goal("same, 4 rows", _ANY, _adaptive(4), "share_of_floor", "≥", 0.85),
     Goal("same, 16 rows", _ANY, _adaptive(16), "share_of_floor", "≥", 0.85),
     Goal("same, 64 rows", _ANY, _adaptive(64), "share_of_floor", "≥", 0.85),
+    Goal("same, 1 row beside 2048 tokens", _LONG, _adaptive(1), "share_of_floor", "≥", 0.85),
+    Goal("same, of floors with attention", _LONG, _adaptive(1), "share_with_attention", "≥", 0.85),
     Goal("controller over the best fixed number, 1 row", _ANY, _adaptive(1), "over_best_fixed", "≥", 0.97),
     Goal("same, 4 rows", _ANY, _adaptive(4), "over_best_fixed", "≥", 0.97),
     Goal("same, 16 rows", _ANY, _adaptive(16), "over_best_fixed", "≥", 0.97),

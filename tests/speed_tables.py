@@ -106,7 +106,7 @@ def rollout_table() -> str:
                 "tokens / s": f"{row['tokens_per_second']:.0f}",
                 "speed-up": with_range(row),
                 "over best fixed": None if share is None else with_range(row, "over_best_fixed"),
-                "of what floors allow": None if share is None else f"{_share(row)} of {row['allowed']:.2f}",
+                "of what floors allow": None if share is None else _share(row),
                 "invariant bits": with_range(row, "invariant_speedup") if "invariant_speedup" in row else None,
                 "CPU": cpu(row),
             }
@@ -115,9 +115,13 @@ def rollout_table() -> str:
 
 
 def _share(row: dict[str, Any]) -> str:
-    """Share of what floors allow, with its interval where they were measured in the same turns."""
-    name = "share_of_floor"
-    return with_range(row, name) if f"{name}_low" in row else f"{row[name]:.2f}"
+    """Share of what floors allow, with its interval where they were measured in the same turns; and with attention."""
+    name, also = "share_of_floor", "share_with_attention"
+    share = with_range(row, name) if f"{name}_low" in row else f"{row[name]:.2f}"
+    share += f" of {row['allowed']:.2f}"
+    if also in row:
+        share += f"; with attention {with_range(row, also)} of {row['allowed_with_attention']:.2f}"
+    return share
 
 
 def peers_table() -> str:

@@ -38,6 +38,7 @@ from specrl_jax.rollout.control import (
     initial_control,
     merge,
 )
+from specrl_jax.rollout.drafting import ByConfidence
 from specrl_jax.rollout.engine import RolloutEngine
 from specrl_jax.rollout.sampling import Context, SamplingLaw
 from specrl_jax.training import costs as costs_module
@@ -248,7 +249,7 @@ def test_more_or_fewer_drafts_are_verified_than_planned(program, monkeypatch):
     assert_same(ours, plain())
     assert np.count_nonzero(ours.stats.bodies[[1, 2]]) == 2
     # What is verified is what the choice says, not the plan.
-    monkeypatch.setattr(adaptive_module.AdaptiveRound, "chosen", lambda _, plan, bodies, *__: jnp.int32(bodies[0][0]))
+    monkeypatch.setattr(ByConfidence, "body_for", lambda drafting, _: jnp.int32(drafting.bodies[0][0]))
     smallest = adaptive(engine_of(), control)
     assert_same(smallest, plain())
     assert smallest.stats.bodies[1] > 0

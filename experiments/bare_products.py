@@ -66,15 +66,10 @@ def bare_calls(pair: Pair, tokens: int, trips: int = ROUNDS) -> tuple[Callable[[
     return timed(bare_policy, pair.params, x, trips), timed(bare_draft_step, pair.draft, x, trips)
 
 
-def attention_calls(
-    pair: Pair, rows: int, context: int, queries: Iterable[int], trips: int = ROUNDS
-) -> dict[int, Callable[[], float]]:
+def attention_calls(pair: Pair, rows: int, context: int, queries: Iterable[int]) -> dict[int, Callable[[], float]]:
     """Attention of so many queries of every row to so many tokens, in all layers, timed, by the number of queries."""
     cache, heads = policy_cache(pair.policy, rows, context, Numerics()), (pair.policy.num_heads, pair.policy.head_dim)
-    return {
-        q: timed(bare_attention, cache, jnp.ones((rows, q, *heads), jnp.dtype(pair.policy.dtype)), trips)
-        for q in queries
-    }
+    return {q: timed(bare_attention, cache, jnp.ones((rows, q, *heads), jnp.dtype(pair.policy.dtype))) for q in queries}
 
 
 @dataclass(frozen=True)
@@ -141,7 +136,7 @@ def _of_a_row(call: Callable[[], float], rows: int) -> float:
 
 def floors_by_turn(seconds: Mapping[str, Float[np.ndarray, "t"]]) -> list[Floors]:
     """The floors of every turn, from what `floor_calls` took in it; other calls are passed over."""
-    parts: dict[str, list[Float[np.ndarray, t]]] = {
+    parts: dict[str, list[Any]] = {
         part: [taken for name, taken in seconds.items() if name.startswith(f"floor {part} ")]
         for part in ("policy", "draft", "attention")
     }

@@ -197,7 +197,7 @@ def test_floors_are_of_products_with_weights_or_with_attention_too(monkeypatch, 
 
     attended = []
 
-    def noted(fn, weights, x, trips):
+    def noted(fn, weights, x, trips=None):
         if fn is bare_attention:
             attended.append(x.shape)
 

@@ -58,26 +58,8 @@ def attend(
         from specrl_jax.kernels import row_attention
 
         if row_attention.fits(q.shape[2], keys.shape[1], q.shape[3], sees.shape[1]):
-            return with_gradient_of(_by_xla, _in_kernel, *inputs)
+            return with_gradient_of(_by_xla, row_attention.row_attention, *inputs)
     return _by_xla(*inputs)
-
-
-def _in_kernel(
-    q: Float[Array, "r m h c"],
-    keys: Float[Array, "r g s c"],
-    values: Float[Array, "r g s c"],
-    start: Int[Array, "r"],
-    visible: Int[Array, "r"],
-    own_keys: Float[Array, "r g e c"],
-    own_values: Float[Array, "r g e c"],
-    sees: Bool[Array, "m e"],
-) -> Float[Array, "r m h c"]:
-    from specrl_jax.kernels.row_attention import row_attention
-
-    bit = jnp.left_shift(1, jnp.arange(sees.shape[1], dtype=jnp.int32))
-    bits = jnp.sum(jnp.where(sees, bit[None], 0), axis=1, dtype=jnp.int32)
-    start, visible = start.astype(jnp.int32), visible.astype(jnp.int32)
-    return row_attention(q, keys, values, start, visible, own_keys, own_values, bits)
 
 
 def _by_xla(

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 from llvmlite import ir
 
 from specrl_jax.kernels.attention_tile import LINES, LITTLE, MASKED, MOST_SLOTS, MOST_WIDTH, NODES, Tiles, rounded_up
@@ -43,19 +43,22 @@ def row_attention(
     stop: Int[Array, "r"],
     own_keys: Float[Array, "r g e c"],
     own_values: Float[Array, "r g e c"],
-    bits: Int[Array, "m"],
+    sees: Bool[Array, "m e"],
 ) -> Float[Array, "r m h c"]:
     """Attention of `m` queries of each row, all float32; of a query that reads nothing it is 0.
 
     Args:
         q: rotated queries.
         keys, values: of the slots, of which all queries read those from `start` to before `stop`.
-        start, stop: of each row, int32. What lies beyond the slots counts as their ends; from `stop` on none is read.
+        start, stop: of each row. What lies beyond the slots counts as their ends; from `stop` on none is read.
         own_keys, own_values: beside the slots.
-        bits: of those beside the slots, the ones that each query reads, int32.
+        sees: of those beside the slots, the ones that each query reads.
     """
     result = jax.ShapeDtypeStruct(q.shape, jnp.float32)
     call = jax.ffi.ffi_call(registered(RowAttention()), result, vmap_method="sequential")
+    bit = jnp.left_shift(1, jnp.arange(sees.shape[1], dtype=jnp.int32))
+    bits = jnp.sum(jnp.where(sees, bit[None], 0), axis=1, dtype=jnp.int32)
+    start, stop = start.astype(jnp.int32), stop.astype(jnp.int32)
     return call(q, keys, values, start, stop, own_keys, own_values, bits)
 
 

@@ -157,12 +157,13 @@ def peak(engine, pages, control=None):
 
 def copies_of_the_cache(**settings):
     """How often a byte more of the pool is there at the peak."""
-    engine = engine_of(3, PLAIN, random_eagle3()[0], smallest_rung=1, **settings)
+    # Pages so large that what is counted of each, a few integers, is less than a part in two hundred of it.
+    engine = engine_of(3, Numerics(key_block=16), random_eagle3()[0], smallest_rung=1, **settings)
     # Rows so long that the pools that are asked for are a part of what all could fill.
     policy, config = replace(POLICY, max_position_embeddings=2048), replace(engine.config, max_new_tokens=1000)
     engine = replace(engine, policy=policy, config=config)
     control = initial_control(np.ones(len(settings["bodies"]))) if settings.get("adaptive") else None
-    (small, few), (large, many) = (peak(engine, pages, control) for pages in (1000, 2000))
+    (small, few), (large, many) = (peak(engine, pages, control) for pages in (250, 500))
     return (large - small) / (many - few)
 
 

@@ -265,12 +265,12 @@ def test_what_is_timed_is_the_body_and_the_draft_steps_that_are_asked_for(sizes)
     engine = engine_of(bodies=bodies)
     engine = replace(engine, config=replace(engine.config, samples_per_prompt=1))
     timed = costs_module._rounds_of(engine, bodies, 8)
-    draft = random_eagle3()[1]
-    run = jax.jit(lambda batch: engine.planned_round(tiny_params(), draft, batch, bodies[0].rows).trajectory.stats)
+    params, draft = tiny_params(), random_eagle3()[1]
+    run = jax.jit(lambda batch: engine.planned_round(params, draft, batch, bodies[0].rows).trajectory.stats)
     cases = costs_module._cases(bodies, 4)
     assert {body for body, _ in cases} == set(bodies)
     for body, steps in cases:
-        batch = jax.tree.map(costs_module._copied, costs_module._forced(timed.batch, bodies, body, steps))
+        batch = costs_module._copied(costs_module._forced(timed.batch, bodies, body, steps))
         # What is in the cache is part of the plan's seconds, and not of the table's.
         batch = replace(batch, control=replace(batch.control, seconds=batch.control.seconds[::-1]))
         stats = run(batch)
@@ -406,8 +406,8 @@ def test_many_rows_are_planned_for_less_often_until_fewer_would_do(monkeypatch):
 
     monkeypatch.setattr(engine_module, "plan_round", other)
     monkeypatch.setattr(engine_module, "_ROWS_A_PLAN", 2)  # every third round
-    draft = random_eagle3()[1]
-    step = jax.jit(lambda batch: engine.planned_round(tiny_params(), draft, batch, 6))
+    params, draft = tiny_params(), random_eagle3()[1]
+    step = jax.jit(lambda batch: engine.planned_round(params, draft, batch, 6))
     batch = costs_module.standing_batch(engine, 6, 8, initial_control(np.ones(3)))
     batch = replace(batch, plan=replace(batch.plan, body=jnp.int32(0)))
     planned = []

@@ -95,7 +95,9 @@ class Timed:
     def __call__(self, params: PolicyParams, draft: Any, rounds: int, batch: Batch | None = None) -> float:
         """Seconds of a call with so many rounds; `batch` in place of the rows that are its own."""
         # Copied to where the weights are before the clock starts: a copy can take longer than a small round.
-        own = jax.device_put(jax.tree.map(_copied, self.batch if batch is None else batch), _beside(params))
+        own, where = _copied(self.batch if batch is None else batch), _beside(params)
+        if jax.tree.leaves(own)[0].sharding != where:
+            own = jax.device_put(own, where)
         jax.block_until_ready(own)
         start = time.perf_counter()
         jax.block_until_ready(self.program(params, draft, own, rounds))
@@ -113,8 +115,21 @@ def timed_rounds(step: Step, batch: Batch) -> Timed:
     return Timed(jax.jit(run, donate_argnums=2), lean)
 
 
-def _copied(leaf: Any) -> Array:
-    return jnp.zeros(leaf.shape, leaf.dtype) if isinstance(leaf, jax.ShapeDtypeStruct) else jnp.copy(leaf)
+def _copied(batch: Batch) -> Batch:
+    """A batch like this one, with zeros where it has shapes.
+
+    One program makes it: to copy every array by itself takes as long as a small round, and leaves time for fewer turns.
+    """
+    leaves, tree = jax.tree.flatten(batch)
+    shapes = tuple(leaf if isinstance(leaf, jax.ShapeDtypeStruct) else None for leaf in leaves)
+    return jax.tree.unflatten(tree, _filled([leaf for leaf in leaves if isinstance(leaf, jax.Array)], shapes))
+
+
+@partial(jax.jit, static_argnames="shapes")
+def _filled(arrays: list[Array], shapes: tuple[jax.ShapeDtypeStruct | None, ...]) -> list[Array]:
+    """Copies of arrays, and zeros of the shapes among them."""
+    following = iter(arrays)
+    return [jnp.copy(next(following)) if of is None else jnp.zeros(of.shape, of.dtype) for of in shapes]
 
 
 def _beside(params: PolicyParams) -> jax.sharding.Sharding:

@@ -371,16 +371,19 @@ def test_noise_makes_no_token_in_the_cache_a_gain(more, expected):
     np.testing.assert_allclose(costs_module._per_slot([bodies[0]], [bodies[0]] * 2, np.array([4.0, 4.0])), [1.0])
 
 
-def test_timed_rounds_start_from_the_same_rows_where_the_weights_are():
-    mesh = make_mesh(MeshConfig(data=2))
-    params, draft = jax.device_put((tiny_params(), random_eagle3()[1]), NamedSharding(mesh, P()))
+@pytest.mark.parametrize("devices", [1, 2])
+def test_timed_rounds_start_from_the_same_rows_where_the_weights_are(devices):
+    params, draft = tiny_params(), random_eagle3()[1]
+    if devices > 1:
+        params, draft = jax.device_put((params, draft), NamedSharding(make_mesh(MeshConfig(data=devices)), P()))
     engine = engine_of(bodies=(Body(3, 3), Body(3, 6)))
     timed = costs_module._rounds_of(engine, engine.config.bodies, 8)
     forced = costs_module._forced(timed.batch, engine.config.bodies, Body(3, 6), 1)
     given, program = [], timed.program
 
     def watched(params, draft, batch, rounds):
-        assert all(leaf.sharding.is_fully_replicated and len(leaf.devices()) == 2 for leaf in jax.tree.leaves(batch))
+        leaves = jax.tree.leaves(batch)
+        assert all(leaf.sharding.is_fully_replicated and len(leaf.devices()) == devices for leaf in leaves)
         given.append(jax.tree.map(np.array, batch))
         out = program(params, draft, batch, rounds)
         assert int(out.trajectory.stats.bodies.sum()) == rounds

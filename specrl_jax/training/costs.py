@@ -96,7 +96,7 @@ class Timed:
         """Seconds of a call with so many rounds; `batch` in place of the rows that are its own."""
         # Copied to where the weights are before the clock starts: a copy can take longer than a small round.
         own, where = _copied(self.batch if batch is None else batch), _beside(params)
-        if jax.tree.leaves(own)[0].sharding != where:
+        if jax.tree.leaves(own)[0].sharding != where:  # to ask for each array would take long again
             own = jax.device_put(own, where)
         jax.block_until_ready(own)
         start = time.perf_counter()
@@ -122,7 +122,8 @@ def _copied(batch: Batch) -> Batch:
     """
     leaves, tree = jax.tree.flatten(batch)
     shapes = tuple(leaf if isinstance(leaf, jax.ShapeDtypeStruct) else None for leaf in leaves)
-    return jax.tree.unflatten(tree, _filled([leaf for leaf in leaves if isinstance(leaf, jax.Array)], shapes))
+    arrays = [leaf for leaf, of in zip(leaves, shapes, strict=True) if of is None]
+    return jax.tree.unflatten(tree, _filled(arrays, shapes))
 
 
 @partial(jax.jit, static_argnames="shapes")

@@ -1,8 +1,6 @@
 """Rounds whose drafts are chosen while they run: the tokens are those without drafts, whatever is decided."""
 
 from dataclasses import replace
-from functools import partial
-from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -264,13 +262,13 @@ def test_what_is_timed_is_the_body_and_the_draft_steps_that_are_asked_for(sizes)
     bodies = tuple(Body(*size) for size in sizes)
     engine = engine_of(bodies=bodies)
     engine = replace(engine, config=replace(engine.config, samples_per_prompt=1))
-    timed = costs_module._rounds_of(engine, bodies, 8)
+    timed = costs_module._rounds_of(engine, bodies, 8, 40)
     params, draft = tiny_params(), random_eagle3()[1]
     run = jax.jit(lambda batch: engine.planned_round(params, draft, batch, bodies[0].rows).trajectory.stats)
     cases = costs_module._cases(bodies, 4)
     assert {body for body, _ in cases} == set(bodies)
     for body, steps in cases:
-        batch = costs_module._copied(costs_module._forced(timed.batch, bodies, body, steps))
+        batch = timed._fresh(costs_module._forced(timed.batch, bodies, body, steps))
         # What is in the cache is part of the plan's seconds, and not of the table's.
         batch = replace(batch, control=replace(batch.control, seconds=batch.control.seconds[::-1]))
         stats = run(batch)
@@ -303,7 +301,8 @@ def test_costs_come_from_what_the_rounds_took(monkeypatch):
         return 1e-5 * (1.0 + 0.25 * (body.tokens / body.rows - 1.0))
 
     class Clock:
-        def __init__(self, single, own, context):
+        def __init__(self, single, own, context, pages, kept):
+            assert (pages, kept) == (single.layout(8, context + 1).pool_pages, [])
             self.own, single = own, replace(single, config=replace(single.config, bodies=own))
             table = initial_control(np.ones(len(own)))
             self.batch = costs_module.standing_batch(single, own[0].rows, context, table)
@@ -326,60 +325,16 @@ def test_costs_come_from_what_the_rounds_took(monkeypatch):
     np.testing.assert_allclose(control.seconds, [b.rows * (1.0 + 0.1 * b.tokens) for b in bodies], rtol=1e-5)
 
 
-def test_noise_makes_no_round_free(monkeypatch):
-    monkeypatch.setattr(costs_module, "of_first", lambda own: np.float32(9.0))
-    calls = [lambda rounds: 8.0 + rounds] * 2 + [lambda rounds: 8.0 / rounds]
-    np.testing.assert_allclose(costs_module._seconds_per_round(calls), [1.0, 1.0, 0.4])
-    # A call that takes less than its rounds is not one that has time to give.
-    np.testing.assert_allclose(costs_module._seconds_per_round([lambda rounds: float(rounds**2)]), [5.0 / 3.0])
-
-
-def test_of_a_busy_machine_the_quiet_turns_count(monkeypatch):
-    """Two of three turns are slow, and a call of a fourth."""
-    monkeypatch.setattr(costs_module, "of_first", lambda own: np.float32(12.0))
-    pace = iter([4.0, 3.0, 3.0, 1.0, 1.0, 2.0, 2.0, 1.0, 5.0])  # before the turns, then one and two rounds in each
-    assert costs_module._seconds_per_round([lambda rounds: (1.0 + rounds) * next(pace)]) == pytest.approx(1.0)
-
-
-def test_a_case_is_not_cheap_because_the_machine_was_quick_for_a_while(monkeypatch):
-    """Three paces of a machine, and each case is lucky once: they all stand to one another as in a turn."""
-    monkeypatch.setattr(costs_module, "of_first", lambda own: np.float32(9.0))
-    paces, seen = [1.0, 3.0, 1.0, 2.0], dict.fromkeys(range(5), 0)  # the first before the turns
-
-    def call(case, rounds):
-        turn, _ = divmod(seen[case] + 1, 2)  # a call before the turns, then two in each
-        seen[case] += 1
-        lucky = 0.4 if turn == 1 + case % 3 and case < 3 else 1.0
-        return lucky * paces[turn] * (case + 1.0) * rounds
-
-    calls = [partial(call, case) for case in range(5)]
-    np.testing.assert_allclose(costs_module._seconds_per_round(calls), [1.0, 2.0, 3.0, 4.0, 5.0])
-
-
-def test_noise_makes_no_draft_step_longer_than_its_round():
-    small, large = Body(4, 8), Body(4, 16)
-    typical = {(Body(4, 4), 0): 1.0, (small, 4): 9.0, (large, 4): 2.0, (small, 1): 1.5}  # large was lucky
-    np.testing.assert_allclose([costs_module._cost(typical, body) for body in (small, large)], [[7.5, 0.5], [0.5, 0.5]])
-
-
-@pytest.mark.parametrize(("more", "expected"), [([-1.0, 4.0], [0.0, 0.5, 1.0]), ([4.0, 2.0], [1.0, 1.0, 1.0])])
-def test_noise_makes_no_token_in_the_cache_a_gain(more, expected):
-    for bodies in ([Body(4, 4), Body(4, 8), Body(4, 12)], [Body(4, 4), Body(4, 5), Body(4, 6)]):
-        per_slot = costs_module._per_slot(bodies, [bodies[0], bodies[2]], np.array(more))
-        np.testing.assert_allclose(per_slot, expected)
-    # Where all bodies have as many tokens a row, there is one cost.
-    np.testing.assert_allclose(costs_module._per_slot([bodies[0]], [bodies[0]] * 2, np.array([4.0, 4.0])), [1.0])
-
-
+@pytest.mark.parametrize("kept", [None, []], ids=["own cache", "kept cache"])
 @pytest.mark.parametrize("devices", [1, 2])
-def test_timed_rounds_start_from_the_same_rows_where_the_weights_are(devices):
+def test_timed_rounds_start_from_the_same_rows_where_the_weights_are(devices, kept):
     params, draft = tiny_params(), random_eagle3()[1]
     if devices > 1:
         params, draft = jax.device_put((params, draft), NamedSharding(make_mesh(MeshConfig(data=devices)), P()))
-    engine = engine_of(bodies=(Body(3, 3), Body(3, 6)))
-    timed = costs_module._rounds_of(engine, engine.config.bodies, 8)
+    engine, kept = engine_of(bodies=(Body(3, 3), Body(3, 6))), None if kept is None else list(kept)
+    timed = costs_module._rounds_of(engine, engine.config.bodies, 8, 40, kept)
     forced = costs_module._forced(timed.batch, engine.config.bodies, Body(3, 6), 1)
-    given, program = [], timed.program
+    given, left, program = [], [], timed.program
 
     def watched(params, draft, batch, rounds):
         leaves = jax.tree.leaves(batch)
@@ -387,13 +342,20 @@ def test_timed_rounds_start_from_the_same_rows_where_the_weights_are(devices):
         given.append(jax.tree.map(np.array, batch))
         out = program(params, draft, batch, rounds)
         assert int(out.trajectory.stats.bodies.sum()) == rounds
+        left.append(jax.tree.map(np.array, out.pool))
         return out
 
     timed.program = watched
     for rounds in (2, 3):
         assert timed(params, draft, rounds, forced) > 0.0
-    jax.tree.map(np.testing.assert_array_equal, *given)
-    jax.tree.map(np.testing.assert_array_equal, given[0].rows, jax.device_get(forced.rows))
+    started = given[0].pool if kept is None else left[0]
+    jax.tree.map(np.testing.assert_array_equal, given[1].pool.keys, started.keys)
+    jax.tree.map(np.testing.assert_array_equal, given[1].pool.values, started.values)
+    lean = [replace(batch, pool=replace(batch.pool, keys=(), values=())) for batch in given]
+    jax.tree.map(np.testing.assert_array_equal, *lean)
+    jax.tree.map(np.testing.assert_array_equal, lean[0].rows, jax.device_get(forced.rows))
+    assert given[0].pool.holders.shape == (40,)
+    assert given[0].pool.keys[0].shape[0] == 40
 
 
 def test_many_rows_are_planned_for_less_often_until_fewer_would_do(monkeypatch):
@@ -419,33 +381,6 @@ def test_many_rows_are_planned_for_less_often_until_fewer_would_do(monkeypatch):
         batch = step(replace(batch, rows=replace(batch.rows, done=done, emitted=jnp.zeros_like(batch.rows.emitted))))
         planned.append(int(batch.plan.body))
     assert planned == [0, 0, 1, 1, 1, 0, 0, 1, 0, 1]
-
-
-@pytest.mark.parametrize(("said", "turns"), [(0.1, 3), (11.9, 3), (12.1, 4), (40.9, 13), (1e6, 45)])
-def test_costs_are_measured_as_often_as_the_first_process_says(monkeypatch, said, turns):
-    """By how often one round of each goes into the time; a process that went by its own clock would leave the others
-    waiting in a collective."""
-    monkeypatch.setattr(costs_module, "of_first", lambda own: np.float32(said))
-    made = []
-
-    def call(seconds, rounds):
-        made.append(rounds)
-        return 0.5 + seconds * rounds
-
-    np.testing.assert_allclose(costs_module._seconds_per_round([partial(call, 1.0), partial(call, 2.0)]), [1.0, 2.0])
-    assert made == [1, 1] + [1, 2, 1, 2] * turns
-
-
-def test_measuring_costs_takes_the_time_that_there_is(monkeypatch):
-    made = []
-    monkeypatch.setattr(costs_module, "time", SimpleNamespace(perf_counter=lambda: 0.25 * sum(made)))
-
-    def call(rounds):
-        made.append(rounds)
-        return 0.25 * rounds
-
-    assert costs_module._seconds_per_round([call]) == pytest.approx(0.25)
-    assert made == [1] + [1, 2] * 21  # 16 seconds
 
 
 @pytest.mark.parametrize("own", ["", "{half a tab"])

@@ -33,7 +33,6 @@ from specrl_jax.rollout.sampling import SamplingLaw
 
 _DEAR = 1e9  # seconds that no draft is worth
 _LEAST_TURNS, _MOST_TURNS, _BUDGET_S = 3, 45, 16.0  # turns of measuring, and what they may take
-_ROUNDS = (1, 2)  # of the calls of a case in a turn, which tell a call's own time from that of its rounds
 
 Step = Callable[[Any, Any, Batch], Batch]
 
@@ -86,25 +85,44 @@ def _with_context(batch: Batch, context: int) -> Batch:
 class Timed:
     """Rounds of one kind that can be called again and again; each call starts from the same rows.
 
-    program: compiled. batch: the rows, of whose cache there are shapes: it lasts as long as a call.
+    program: compiled. batch: the rows, of whose cache there are shapes. kept: the cache that a call left to the next
+    one, of whichever rounds have this list: to fill another takes longer than many a round. Without a list each call
+    has one of its own, which lasts as long.
     """
 
     program: Any
     batch: Batch
+    kept: list[Any] | None = None
 
     def __call__(self, params: PolicyParams, draft: Any, rounds: int, batch: Batch | None = None) -> float:
         """Seconds of a call with so many rounds; `batch` in place of the rows that are its own."""
         # Copied to where the weights are before the clock starts: a copy can take longer than a small round.
-        own, where = _copied(self.batch if batch is None else batch), _beside(params)
+        own, where = self._fresh(self.batch if batch is None else batch), _beside(params)
         if jax.tree.leaves(own)[0].sharding != where:  # to ask for each array would take long again
             own = jax.device_put(own, where)
         jax.block_until_ready(own)
         start = time.perf_counter()
-        jax.block_until_ready(self.program(params, draft, own, rounds))
-        return time.perf_counter() - start
+        after = jax.block_until_ready(self.program(params, draft, own, rounds))
+        seconds = time.perf_counter() - start
+        if self.kept is not None:
+            self.kept.append((after.pool.keys, after.pool.values))
+        return seconds
+
+    def _fresh(self, batch: Batch) -> Batch:
+        """A copy of the rows of a batch, with a cache."""
+        shapes = batch.pool.keys, batch.pool.values
+        keys, values = self.kept.pop() if self.kept else jax.tree.map(lambda of: jnp.zeros(of.shape, of.dtype), shapes)
+        own = _copied(replace(batch, pool=replace(batch.pool, keys=(), values=())))
+        return replace(own, pool=replace(own.pool, keys=keys, values=values))
 
 
-def timed_rounds(step: Step, batch: Batch) -> Timed:
+@jax.jit
+def _copied(batch: Batch) -> Batch:
+    """In one program: to copy every array by itself takes as long as a small round."""
+    return jax.tree.map(jnp.copy, batch)
+
+
+def timed_rounds(step: Step, batch: Batch, kept: list[Any] | None = None) -> Timed:
     """`step`, any number of times in one program, from `batch`; nothing of the cache is copied between calls."""
 
     def run(params: PolicyParams, draft: Any, start: Batch, rounds: Int[Array, ""]) -> Batch:
@@ -112,25 +130,7 @@ def timed_rounds(step: Step, batch: Batch) -> Timed:
 
     keys, values = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), (batch.pool.keys, batch.pool.values))
     lean = replace(batch, pool=replace(batch.pool, keys=keys, values=values))
-    return Timed(jax.jit(run, donate_argnums=2), lean)
-
-
-def _copied(batch: Batch) -> Batch:
-    """A batch like this one, with zeros where it has shapes.
-
-    One program makes it: to copy every array by itself takes as long as a small round, and leaves time for fewer turns.
-    """
-    leaves, tree = jax.tree.flatten(batch)
-    shapes = tuple(leaf if isinstance(leaf, jax.ShapeDtypeStruct) else None for leaf in leaves)
-    arrays = [leaf for leaf, of in zip(leaves, shapes, strict=True) if of is None]
-    return jax.tree.unflatten(tree, _filled(arrays, shapes))
-
-
-@partial(jax.jit, static_argnames="shapes")
-def _filled(arrays: list[Array], shapes: tuple[jax.ShapeDtypeStruct | None, ...]) -> list[Array]:
-    """Copies of arrays, and zeros of the shapes among them."""
-    following = iter(arrays)
-    return [jnp.copy(next(following)) if of is None else jnp.zeros(of.shape, of.dtype) for of in shapes]
+    return Timed(jax.jit(run, donate_argnums=2), lean, kept)
 
 
 def _beside(params: PolicyParams) -> jax.sharding.Sharding:
@@ -148,7 +148,7 @@ def measure_costs(engine: RolloutEngine, params: PolicyParams, draft: Any, rows:
     an eighth of the context. Compilation is not counted and not small: a program per number of rows.
     """
     bodies, longest = engine.config.bodies_for(rows), engine.config.draft_length
-    longer = max(engine.config.max_new_tokens, max(_ROUNDS) * (1 + longest))  # no row ends while it is timed
+    longer = max(engine.config.max_new_tokens, 2 * (1 + longest))  # no row ends in the two rounds of a call
     context = max(1, min(context, engine.policy.max_position_embeddings - longer - 1))
     config = replace(
         engine.config,
@@ -160,7 +160,8 @@ def measure_costs(engine: RolloutEngine, params: PolicyParams, draft: Any, rows:
     )
     single = replace(engine, config=config)
     sizes = {body.rows: [b for b in bodies if b.rows == body.rows] for body in bodies}
-    programs = {size: _rounds_of(single, tuple(own), context) for size, own in sizes.items()}
+    pages, kept = single.layout(max(sizes), context + 1).pool_pages, list[Any]()
+    programs = {size: _rounds_of(single, tuple(own), context, pages, kept) for size, own in sizes.items()}
     cases = [(body, steps) for own in sizes.values() for body, steps in _cases(own, longest)]
     most, little = sizes[max(sizes)], context // 8
     ends = [_cases(most, longest)[most.index(choose(most, key=lambda body: body.tokens))] for choose in (min, max)]
@@ -234,8 +235,10 @@ def _forced(batch: Batch, bodies: Sequence[Body], body: Body, steps: int) -> Bat
     return replace(batch, control=control, plan=plan)
 
 
-def _rounds_of(engine: RolloutEngine, bodies: tuple[Body, ...], context: int) -> Timed:
-    """Rounds of as many rows, all of them live, every one as the batch's plan has it."""
+def _rounds_of(
+    engine: RolloutEngine, bodies: tuple[Body, ...], context: int, pages: int, kept: list[Any] | None = None
+) -> Timed:
+    """Rounds of as many rows, all of them live, every one as the batch's plan has it, in a pool of so many pages."""
     own = replace(engine, config=replace(engine.config, bodies=bodies))
     batch = standing_batch(own, bodies[0].rows, context, initial_control(np.ones(len(bodies))))
 
@@ -245,33 +248,47 @@ def _rounds_of(engine: RolloutEngine, bodies: tuple[Body, ...], context: int) ->
         plan, _ = jax.lax.optimization_barrier((batch.plan, after.plan))
         return replace(after, plan=plan)
 
-    return timed_rounds(step, batch)
+    timed = timed_rounds(step, batch, kept)
+    return replace(timed, batch=_with_pages(timed.batch, pages))
+
+
+def _with_pages(batch: Batch, pages: int) -> Batch:
+    """A batch, of whose cache there are shapes, in a larger pool: as in a rollout, where few rows have that of all."""
+    pool = batch.pool
+    of = (pool.keys, pool.values)
+    keys, values = jax.tree.map(lambda one: jax.ShapeDtypeStruct((pages, *one.shape[1:]), one.dtype), of)
+    holders = jnp.pad(pool.holders, (0, pages - pool.holders.shape[0]))
+    return replace(batch, pool=replace(pool, keys=keys, values=values, holders=holders))
 
 
 def _seconds_per_round(calls: Sequence[Callable[[int], float]]) -> Float[np.ndarray, "n"]:
-    """Seconds of a round of each call, from calls with one round and with two, in as many turns as there is time for.
+    """Seconds of a round of each call, in as many turns as there is time for.
 
     Calls are short and turns many: a busy machine changes its pace slowly, so that long calls are no less noisy.
 
     A call takes time of its own (memory that it maps, weights that other calls pushed out of the processor's caches),
     which would make short rounds look dearer beside long ones than they are in a rollout. It is about the same for all:
-    what two calls with one round take beyond one with two, in the median, is taken off every call.
+    what two calls with one round take beyond one with two, in the median of the quicker half, is taken off every call.
+    Of the slower half that would be noise, as much as a short round takes where rows are many.
     """
     start = time.perf_counter()
-    for call in calls:
-        call(1)
-    # Processes that hold the weights together must call as often as one another.
-    affordable = float(of_first(np.float32(_BUDGET_S / (time.perf_counter() - start))))
-    turns = int(np.clip(affordable / sum(_ROUNDS), _LEAST_TURNS, _MOST_TURNS))
-    taken = np.empty((turns, len(calls), len(_ROUNDS)))
-    for turn in range(turns):
+    tried = np.array([call(1) for call in calls], np.float32)
+    # Processes that hold the weights together must make the same calls.
+    tried, passed = of_first((tried, np.float32(time.perf_counter() - start)))
+    quick = tried <= np.median(tried)
+    affordable = _BUDGET_S / (passed * (1.0 + 2.0 * tried[quick].sum() / tried.sum()))
+    timed = [(call, 1) for call in calls] + [(call, 2) for call, is_quick in zip(calls, quick, strict=True) if is_quick]
+    taken = np.empty((int(np.clip(affordable, _LEAST_TURNS, _MOST_TURNS)), len(timed)))
+    for turn, seconds in enumerate(taken):
         # In another order every turn, so that a machine that changes its pace favours no case.
-        for case in np.random.default_rng(turn).permutation(len(calls)):
-            taken[turn, case] = [calls[case](rounds) for rounds in _ROUNDS]
-    one, two = _typical(taken.reshape(turns, -1)).reshape(len(calls), -1).T
-    own = max(0.0, float(np.median(2.0 * one - two)))
-    both = one + two
-    return np.maximum(both - len(_ROUNDS) * own, 0.1 * both) / sum(_ROUNDS)  # noise must not make a round free
+        for case in np.random.default_rng(turn).permutation(len(timed)):
+            call, rounds = timed[case]
+            seconds[case] = call(rounds)
+    one, two = np.split(_typical(taken), [len(calls)])
+    own = max(0.0, float(np.median(2.0 * one[quick] - two)))
+    whole = one.copy()
+    whole[quick] += two
+    return np.maximum(whole - (1 + quick) * own, 0.1 * whole) / (1 + 2 * quick)  # noise must not make a round free
 
 
 def _typical(taken: Float[np.ndarray, "turns cases"]) -> Float[np.ndarray, "cases"]:

@@ -160,9 +160,7 @@ def measure_costs(engine: RolloutEngine, params: PolicyParams, draft: Any, rows:
     )
     single = replace(engine, config=config)
     sizes = {body.rows: [b for b in bodies if b.rows == body.rows] for body in bodies}
-    pages = single.layout(max(sizes), context + 1).pool_pages
-    # Of several processes each call would have to move a cache that it kept back to where calls begin.
-    kept = list[Any]() if jax.process_count() == 1 else None
+    pages, kept = single.layout(max(sizes), context + 1).pool_pages, list[Any]()
     programs = {size: _rounds_of(single, tuple(own), context, pages, kept) for size, own in sizes.items()}
     cases = [(body, steps) for own in sizes.values() for body, steps in _cases(own, longest)]
     most, little = sizes[max(sizes)], context // 8

@@ -127,6 +127,9 @@ class Config(OneDevice):
             )
         if min(self.draft_lengths, default=0) < 1 or not self.survival:
             raise InputError("--draft-lengths must name numbers of at least 1 and --survival at least one probability")
+        if max(self.draft_lengths) > self.longest:
+            most = max(self.draft_lengths)
+            raise InputError(f"--draft-lengths names {most}, above --longest {self.longest}; raise that, or lower it")
         if self.costs is not None and not Path(self.costs).absolute().parent.is_dir():
             raise InputError(f"--costs {self.costs} is in no folder that exists; make it first")
         if min(self.rows, default=0) < 1:

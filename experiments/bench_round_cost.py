@@ -75,6 +75,8 @@ class Config(OneDevice):
         for name in ("rows", "draft_lengths", "contexts"):
             if min(getattr(self, name), default=0) < 1:
                 raise InputError(f"--{name.replace('_', '-')} must name at least one number, all of them at least 1")
+        if not 0.0 < self.survival < 1.0:
+            raise InputError(f"--survival is {self.survival}; choose a probability above 0 and below 1")
 
 
 PRESETS: dict[str, Mapping[str, Any]] = {

@@ -22,11 +22,11 @@ export JAX_PLATFORMS=${JAX_PLATFORMS:-$($python -c 'import jax; print(jax.defaul
 
 if [ "$size" = toy ]; then
     shape=(--shape toy)
-    rows=(1 2) contexts=(32) longer=(64) lengths=(3) repeats=3 prompt=16 tokens=16 survival=(0.877)
+    rows=(1 2) contexts=(32) longer=(64) lengths=(3) repeats=3 tokens=16 survival=(0.877)
     trained=(--shape toy --tokens 8 --repeats 3 --kl-coefs 0)
 else
     shape=(--shape "$size" --dtype bfloat16)
-    rows=(1 32) contexts=(2048) longer=(8192 16384) lengths=(3) repeats=5 prompt=2048 tokens=256 survival=(0.877)
+    rows=(1 32) contexts=(2048) longer=(8192 16384) lengths=(3) repeats=5 tokens=256 survival=(0.877)
     # Adam's moments of 8B parameters would leave no room for their step on one GPU.
     trained=(--shape 1.7b --dtype bfloat16 --repeats 5 --kl-coefs 0)
 fi
@@ -58,9 +58,9 @@ step "cost of a round" \
     $python -m experiments.bench_round_cost "${shape[@]}" --rows "${rows[@]}" --contexts "${contexts[@]}" \
     --draft-lengths "${lengths[@]}" --no-parts --repeats "$repeats" --out "$out/round_cost"
 
-step "rollouts" \
+step "rollouts of one row, from caches that are filled" \
     $python -m experiments.bench_rollout "${shape[@]}" --rows 1 --lengths equal --tokens "$tokens" \
-    --prompt-tokens "$prompt" --survival "${survival[@]}" --draft-lengths 3 7 --no-floors --repeats "$repeats" \
+    --context "${contexts[0]}" --survival "${survival[@]}" --draft-lengths 3 7 --no-floors --repeats "$repeats" \
     --out "$out/rollout"
 
 step "GRPO steps" $python -m experiments.bench_step "${trained[@]}" --out "$out/step"

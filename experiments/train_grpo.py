@@ -24,6 +24,7 @@ from experiments.common import profile, progress, run_main
 from experiments.draft_stage import DraftStage, Rollouts
 from experiments.outputs import check_output, open_output, provenance
 from experiments.report import close_run
+from experiments.rollout_options import MOST_DRAFTS
 from experiments.setup import (
     Arm,
     build_workload,
@@ -305,16 +306,19 @@ class Start:
         return program.step.init(params, draft if program.step.engine.speculative else None, reference, control)
 
 
-def check_costs(session: Session, program: GrpoProgram) -> None:
-    """Raise InputError where a given cost table does not serve. A run that has begun has its own."""
-    run, given = session.config.run, session.config.speculation.costs
-    if given is None or (run.resume and (run.out / "costs.json").exists()):
-        return
-    if not session.adaptive:
+def check_controller(session: Session, program: GrpoProgram) -> None:
+    """Raise InputError where there is no controller for what options say of one, or a given cost table does not serve.
+    A run that has begun has its own table."""
+    run, options = session.config.run, session.config.speculation
+    given, most = options.costs, options.most_drafts
+    if not session.adaptive and (given is not None or most != MOST_DRAFTS):
+        named = f"--most-drafts {most}" if given is None else f"--costs {given}"
         raise InputError(
-            f"--costs {given} is for a controller, and trees in invariant numerics have none; leave it out, or choose "
+            f"{named} is for a controller, and trees in invariant numerics have none; leave it out, or choose "
             "--numerics plain"
         )
+    if given is None or (run.resume and (run.out / "costs.json").exists()):
+        return
     given_costs(Path(given), program.step.engine, session.rows(program))
 
 
@@ -426,7 +430,7 @@ def open_session(config: Config) -> tuple[Session, PolicyParams | None, DraftMod
     session = Session(config, mesh, workload, policy, numerics, drafter, apart)
     program = session.program(session.draft_length)
     check_rollouts(session, program)
-    check_costs(session, program)
+    check_controller(session, program)
     if params is None:
         check_warm_up(config.warmup, mesh)
     check_history(config, workload)

@@ -25,6 +25,7 @@ from tiny import run as run_alone
 
 from specrl_jax.drafters.replay import ReplayDrafter
 from specrl_jax.errors import InputError
+from specrl_jax.models.cache import pages_for
 from specrl_jax.models.numerics import Numerics
 from specrl_jax.parallel.mesh import DATA, MeshConfig, make_mesh
 from specrl_jax.rollout import adaptive as adaptive_module
@@ -302,7 +303,7 @@ def test_costs_come_from_what_the_rounds_took(monkeypatch):
 
     class Clock:
         def __init__(self, single, own, context, pages, kept):
-            assert (pages, kept) == (single.layout(8, context + 1).pool_pages, [])
+            assert (pages, kept) == (8 * pages_for(context + 10, INVARIANT), [])  # two rounds of up to five tokens
             self.own, single = own, replace(single, config=replace(single.config, bodies=own))
             table = initial_control(np.ones(len(own)))
             self.batch = costs_module.standing_batch(single, own[0].rows, context, table)

@@ -27,14 +27,13 @@ from experiments.draft_length import Found
 from experiments.seeds import mean_over_seeds
 from experiments.turns import after_itself, in_turn, ratio
 from specrl_jax.drafters.suffix import SuffixDrafter
-from specrl_jax.errors import InputError
 from specrl_jax.models.tree import Tree
 from specrl_jax.rollout.control import Body, initial_control
 from specrl_jax.rollout.draws import PlacedDraws
 from specrl_jax.rollout.noise import sequence_keys
 from specrl_jax.rollout.rules import Match
 from specrl_jax.rollout.sampling import SamplingLaw
-from specrl_jax.training.costs import load_costs, save_costs, standing_batch
+from specrl_jax.training.costs import load_costs, standing_batch
 
 pytestmark = pytest.mark.ci
 
@@ -47,7 +46,9 @@ pytestmark = pytest.mark.ci
         ("bench_round_cost", "--rows must name at least one number", ("--rows", 0)),
         ("bench_round_cost", "--draft-lengths must name at least one number", ("--draft-lengths", 0)),
         ("bench_round_cost", "--repeats is 1", ("--repeats", 1)),
+        ("bench_round_cost", "--survival is 0.0; choose a probability above 0", ("--survival", 0)),
         ("bench_rollout", "--rows must name at least one number", ("--rows", 0)),
+        ("bench_rollout", "--draft-lengths names 9, above --longest 7", ("--draft-lengths", 3, 9)),
         ("bench_rollout", "--survival is (1.0,); choose probabilities", ("--survival", 1.0)),
         ("bench_rollout", "--policy and --drafter belong together", ("--drafter", "somewhere")),
         ("bench_rollout", "--task arithmetic is for the real acceptance of --policy", ("--task", "arithmetic")),
@@ -150,29 +151,6 @@ def test_calls_take_turns_in_an_order_that_changes():
 def test_of_a_call_right_after_itself_the_second_counts():
     times = iter([5.0, 1.0])
     assert after_itself(lambda: next(times))() == 1.0
-
-
-def test_a_cost_table_comes_back(tmp_path):
-    bodies = (Body(4, 4), Body(4, 16))
-    path = tmp_path / "costs.json"
-    save_costs(
-        path, initial_control(np.array([0.5, 0.75]), np.array([1e-6, 2e-6]), np.array([2e-3, 3e-3])), bodies, "this"
-    )
-    again = load_costs(path, bodies, "this")
-    np.testing.assert_array_equal(again.seconds, [0.5, 0.75])
-    np.testing.assert_array_equal(again.per_slot, np.array([1e-6, 2e-6], np.float32))
-    np.testing.assert_array_equal(again.per_step, np.array([2e-3, 3e-3], np.float32))
-    with pytest.raises(InputError, match="is of other rounds than"):
-        load_costs(path, (Body(4, 4), Body(4, 8)), "this")
-    with pytest.raises(InputError, match="is of another policy, drafter, law or numerics; delete it"):
-        load_costs(path, bodies, "that")
-    whole = path.read_text()
-    path.write_text(whole.replace("0.003", "0.003, 0.004"))
-    with pytest.raises(InputError, match="steps are not one for each round"):
-        load_costs(path, bodies, "this")
-    path.write_text("{")
-    with pytest.raises(InputError, match="cannot be read"):
-        load_costs(path, bodies, "this")
 
 
 def test_rounds_of_a_block_drafter_are_timed(monkeypatch, tmp_path):
@@ -397,8 +375,11 @@ def test_what_the_cache_takes_is_told(monkeypatch, tmp_path):
     out = tmp_path / "out"
     run_script(monkeypatch, SCRIPTS["bench_cache"], "--preset", "smoke", "--out", out)
     rows = json.loads((out / "results.json").read_text())["rows"]
-    usual, whole, smaller = (row for row in rows if row["part"] == "memory")
+    usual, whole, smaller, chosen = (row for row in rows if row["part"] == "memory")
     assert usual["default"]
+    assert chosen["default"]
+    assert (usual["draft_length"], chosen["draft_length"]) == (3, "adaptive")
+    assert chosen["pool_mb"] >= usual["pool_mb"]
     assert not whole["default"]
     assert max(usual["pool_mb"], smaller["pool_mb"]) < whole["pool_mb"]
     assert whole["same_tokens"]

@@ -56,6 +56,7 @@ def test_tables_that_do_not_serve_are_refused(small, tmp_path, monkeypatch, caps
 
     refused("cost table nowhere.json cannot be read", "--costs", "nowhere.json")
     refused("trees in invariant numerics have none", "--costs", given, "--branches", 2, "--numerics", "invariant")
+    refused("--most-drafts 5 is for a controller", "--most-drafts", 5, "--branches", 2, "--numerics", "invariant")
     refused("is for --draft-length auto, in chains or combs", "--costs", given, "--draft-length", 3, "--most-drafts", 7)
     refused("is of another policy, drafter, law or numerics", "--costs", given, "--temperature", 0.5)
     refused("give that of a run of the same models and options", "--costs", given, "--samples", 2)

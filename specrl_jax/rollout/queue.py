@@ -136,9 +136,13 @@ class SequenceQueue(AdaptiveRound):
         return Layout(rows, row_pages, together, prompt_pages, pages)
 
     def empty_batch(
-        self, prompts: Prompts, control: Control | None = None, limits: Int[Array, "b"] | None = None
+        self,
+        prompts: Prompts,
+        control: Control | None = None,
+        limits: Int[Array, "b"] | None = None,
+        pages: int | None = None,
     ) -> Batch:
-        """Before any prompt is read; arguments as for `RolloutEngine.rollout`."""
+        """Before any prompt is read; arguments as for `RolloutEngine.rollout`. pages: of the pool, if not as usual."""
         groups, width = prompts.tokens.shape
         layout = self.layout(groups, width)
         drafts = self.drafter is not None and self.speculative
@@ -176,11 +180,12 @@ class SequenceQueue(AdaptiveRound):
             seen=jnp.zeros((layout.rows, self.policy.vocab_size), bool) if self.config.law.reads_history else None,
             done=jnp.ones((layout.rows,), bool),
         )
-        keys, values = policy_pool(self.policy, layout.pool_pages, self.numerics)
+        pages = pages or layout.pool_pages
+        keys, values = policy_pool(self.policy, pages, self.numerics)
         table = jnp.full((layout.prompts, layout.prompt_pages), NO_PAGE, jnp.int32)
         zero = jnp.int32(0)
         waiting = Waiting(zero, zero, table, drafter_state(layout.prompts))
-        pool = Pool(keys, values, jnp.zeros((layout.pool_pages,), jnp.int32))
+        pool = Pool(keys, values, jnp.zeros((pages,), jnp.int32))
         trajectory = self._empty_trajectory(prompts, len(bodies))
         most = jnp.full((trajectory.lengths.shape[0],), self.config.max_new_tokens, jnp.int32)
         limits = most if limits is None else jnp.clip(limits, 1, most)

@@ -22,7 +22,7 @@ from jaxtyping import Array, Float, Int
 
 from specrl_jax.data.prompts import Prompts
 from specrl_jax.errors import InputError
-from specrl_jax.models.cache import own_pages
+from specrl_jax.models.cache import own_pages, pages_for
 from specrl_jax.models.params import PolicyParams
 from specrl_jax.parallel.hosts import is_first, of_first
 from specrl_jax.rollout.control import Body, Control, Plan, initial_control
@@ -32,16 +32,19 @@ from specrl_jax.rollout.queue import Batch
 from specrl_jax.rollout.sampling import SamplingLaw
 
 _DEAR = 1e9  # seconds that no draft is worth
-_LEAST_TURNS, _MOST_TURNS, _BUDGET_S = 3, 45, 16.0  # turns of measuring, and what they may take
+_MOST_TURNS, _BUDGET_S = 45, 16.0  # turns of measuring, and what they may take
 
 Step = Callable[[Any, Any, Batch], Batch]
 
 
-def standing_batch(engine: RolloutEngine, rows: int, context: int, control: Control | None = None) -> Batch:
+def standing_batch(
+    engine: RolloutEngine, rows: int, context: int, control: Control | None = None, pages: int | None = None
+) -> Batch:
     """`rows` live rows with `context` tokens of nothing in particular in the cache of policy and drafter.
 
     The engine's samples per prompt must divide `rows`, and share the full pages of their prompt as in a rollout; there
-    is room for `max_new_tokens` more.
+    is room for `max_new_tokens` more. Where the pool is to have fewer `pages`, rows share those that are farthest from
+    their beginning, and more of them the fewer there are.
     """
     width, samples = context + 1, engine.config.samples_per_prompt
     groups = rows // samples
@@ -49,15 +52,16 @@ def standing_batch(engine: RolloutEngine, rows: int, context: int, control: Cont
         raise ValueError(f"{rows} rows are not filled by groups of {samples}")
     lengths = jnp.full((groups,), width, jnp.int32)
     prompts = Prompts(jnp.zeros((groups, width), jnp.int32), lengths, jnp.arange(groups, dtype=jnp.uint32))
-    batch = engine.empty_batch(prompts, control)
-    all_rows, pages = batch.rows.table.shape
+    batch = engine.empty_batch(prompts, control, pages=pages)
+    all_rows, of_row = batch.rows.table.shape
     shared, own = context // batch.pool.page_size, jnp.arange(all_rows, dtype=jnp.int32)
     of_prompt = own_pages(groups, shared)[own // samples]
-    ids = jnp.concatenate([of_prompt, groups * shared + own_pages(all_rows, pages - shared)], axis=1)
+    of_response = groups * shared + own_pages(of_row - shared, all_rows).T  # in the order in which rows ask for them
+    ids = jnp.concatenate([of_prompt, of_response], axis=1) % batch.pool.holders.shape[0]
     filled = replace(
         batch.rows,
         table=ids,
-        used=jnp.full((all_rows,), pages, jnp.int32),
+        used=jnp.full((all_rows,), of_row, jnp.int32),
         shared=jnp.full((all_rows,), shared, jnp.int32),
         sequence=own,
         keys=sequence_keys(0, "evaluation", 0, jnp.repeat(prompts.row_ids, samples), own % samples),
@@ -142,10 +146,11 @@ def _beside(params: PolicyParams) -> jax.sharding.Sharding:
 def measure_costs(engine: RolloutEngine, params: PolicyParams, draft: Any, rows: int, context: int) -> Control:
     """A controller with the measured seconds of every body of an adaptive engine for so many rows.
 
-    Every body is timed in turn at `context` tokens per row, as often as goes into 16 seconds, from 3 to 45 times: one
-    that a noisy machine made look cheap would be chosen all along. What a draft step takes is told from rounds that
+    Every body is timed in turn at `context` tokens per row, as often as goes into 16 seconds, at most 45 times:
+    one that a noisy machine made look cheap would be chosen all along. What a draft step takes is told from rounds that
     make one and all of them, what a token in the cache costs from the shortest and the longest round of most rows with
-    an eighth of the context. Compilation is not counted and not small: a program per number of rows.
+    an eighth of the context. Compilation is not counted and not small: a program per number of rows. The pool has what
+    rounds read and write, and no more than a budget for the cache allows: then rows share pages.
     """
     bodies, longest = engine.config.bodies_for(rows), engine.config.draft_length
     longer = max(engine.config.max_new_tokens, 2 * (1 + longest))  # no row ends in the two rounds of a call
@@ -160,7 +165,7 @@ def measure_costs(engine: RolloutEngine, params: PolicyParams, draft: Any, rows:
     )
     single = replace(engine, config=config)
     sizes = {body.rows: [b for b in bodies if b.rows == body.rows] for body in bodies}
-    pages, kept = single.layout(max(sizes), context + 1).pool_pages, list[Any]()
+    pages, kept = _pages(single, engine.config.cache_bytes, max(sizes), context), list[Any]()
     programs = {size: _rounds_of(single, tuple(own), context, pages, kept) for size, own in sizes.items()}
     cases = [(body, steps) for own in sizes.values() for body, steps in _cases(own, longest)]
     most, little = sizes[max(sizes)], context // 8
@@ -182,6 +187,15 @@ def measure_costs(engine: RolloutEngine, params: PolicyParams, draft: Any, rows:
     # Noise must not make a round free.
     seconds = np.maximum(seconds - per_slot * context * np.array([body.rows for body in bodies]), 0.1 * seconds)
     return initial_control(seconds, per_slot, per_step)
+
+
+def _pages(engine: RolloutEngine, budget: int | None, rows: int, context: int) -> int:
+    """Pages that two rounds of so many rows read and write; no more than there is a budget of bytes for."""
+    wanted = rows * pages_for(context + 2 * engine.config.tree.size, engine.numerics)
+    if budget is None:
+        return wanted
+    kept = 3 * engine.drafter_bytes(rows, context + 1)  # of all numbers of rows, and of a call under way
+    return max(1, min(wanted, (budget - kept) // engine.page_bytes()))
 
 
 def _per_slot(bodies: Sequence[Body], ends: Sequence[Body], more: Float[np.ndarray, "2"]) -> Float[np.ndarray, "n"]:
@@ -240,7 +254,7 @@ def _rounds_of(
 ) -> Timed:
     """Rounds of as many rows, all of them live, every one as the batch's plan has it, in a pool of so many pages."""
     own = replace(engine, config=replace(engine.config, bodies=bodies))
-    batch = standing_batch(own, bodies[0].rows, context, initial_control(np.ones(len(bodies))))
+    batch = standing_batch(own, bodies[0].rows, context, initial_control(np.ones(len(bodies))), pages)
 
     def step(params: PolicyParams, draft: Any, batch: Batch) -> Batch:
         after = own.planned_round(params, draft, batch, bodies[0].rows)
@@ -248,21 +262,11 @@ def _rounds_of(
         plan, _ = jax.lax.optimization_barrier((batch.plan, after.plan))
         return replace(after, plan=plan)
 
-    timed = timed_rounds(step, batch, kept)
-    return replace(timed, batch=_with_pages(timed.batch, pages))
-
-
-def _with_pages(batch: Batch, pages: int) -> Batch:
-    """A batch, of whose cache there are shapes, in a larger pool: as in a rollout, where few rows have that of all."""
-    pool = batch.pool
-    of = (pool.keys, pool.values)
-    keys, values = jax.tree.map(lambda one: jax.ShapeDtypeStruct((pages, *one.shape[1:]), one.dtype), of)
-    holders = jnp.pad(pool.holders, (0, pages - pool.holders.shape[0]))
-    return replace(batch, pool=replace(pool, keys=keys, values=values, holders=holders))
+    return timed_rounds(step, batch, kept)
 
 
 def _seconds_per_round(calls: Sequence[Callable[[int], float]]) -> Float[np.ndarray, "n"]:
-    """Seconds of a round of each call, in as many turns as there is time for.
+    """Seconds of a round of each call, in as many turns as there is time for: where there is none, by one call.
 
     Calls are short and turns many: a busy machine changes its pace slowly, so that long calls are no less noisy.
 
@@ -277,8 +281,11 @@ def _seconds_per_round(calls: Sequence[Callable[[int], float]]) -> Float[np.ndar
     tried, passed = of_first((tried, np.float32(time.perf_counter() - start)))
     quick = tried <= np.median(tried)
     affordable = _BUDGET_S / (passed * (1.0 + 2.0 * tried[quick].sum() / tried.sum()))
+    turns = int(min(affordable, _MOST_TURNS))
+    if not turns:  # beside such rounds what a call takes of its own is nothing
+        return tried
     timed = [(call, 1) for call in calls] + [(call, 2) for call, is_quick in zip(calls, quick, strict=True) if is_quick]
-    taken = np.empty((int(np.clip(affordable, _LEAST_TURNS, _MOST_TURNS)), len(timed)))
+    taken = np.empty((turns, len(timed)))
     for turn, seconds in enumerate(taken):
         # In another order every turn, so that a machine that changes its pace favours no case.
         for case in np.random.default_rng(turn).permutation(len(timed)):
@@ -369,7 +376,7 @@ def save_costs(path: Path, control: Control, bodies: tuple[Body, ...], of: str) 
         "per_slot": np.asarray(control.per_slot).tolist(),
         "steps": np.asarray(control.per_step).tolist(),
     }
-    whole = path.with_name(f".{path.name}.new")
+    whole = path.with_name(f"{path.name}.tmp")
     whole.write_text(json.dumps(costs, indent=1) + "\n")
     whole.rename(path)
 
@@ -379,12 +386,15 @@ def load_costs(path: Path, bodies: tuple[Body, ...], of: str, remedy: str = "del
     try:
         costs = json.loads(path.read_text())
         saved = tuple(Body(int(rows), int(tokens)) for rows, tokens, _ in costs["bodies"])
-        seconds = np.array([entry[2] for entry in costs["bodies"]])
+        seconds = np.array([entry[2] for entry in costs["bodies"]], float)
         per_slot, per_step = (np.array(costs[name], float) for name in ("per_slot", "steps"))
         saved_of = costs["of"]
         if not per_slot.shape == per_step.shape == seconds.shape:
             raise ValueError("slots and steps are not one for each round")
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        table = np.array([seconds, per_slot, per_step])
+        if not (np.isfinite(table) & (table >= 0)).all() or not seconds.all():
+            raise ValueError("seconds must be finite, of rounds above 0 and of others not below")
+    except (OSError, ValueError, KeyError, TypeError, OverflowError) as error:
         raise InputError(f"cost table {path} cannot be read ({error}); {remedy}") from error
     if saved != bodies:
         raise InputError(f"cost table {path} is of other rounds than {bodies}; {remedy}")

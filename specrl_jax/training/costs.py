@@ -283,7 +283,7 @@ def _seconds_per_round(calls: Sequence[Callable[[int], float]]) -> Float[np.ndar
     affordable = _BUDGET_S / (passed * (1.0 + 2.0 * tried[quick].sum() / tried.sum()))
     turns = int(min(affordable, _MOST_TURNS))
     if not turns:  # beside such rounds what a call takes of its own is nothing
-        return tried
+        return tried.astype(float)
     timed = [(call, 1) for call in calls] + [(call, 2) for call, is_quick in zip(calls, quick, strict=True) if is_quick]
     taken = np.empty((turns, len(timed)))
     for turn, seconds in enumerate(taken):

@@ -2,11 +2,11 @@
 
 Memory: long-tailed responses, exp(N(ln 64, 0.8)) clipped at `--longest`, go through a few rows, with the page pool that
 a rollout has by default and with `--pools`, shares of one for all rows at full length; by default also with a
-controller, whose rollout is one program of all its rounds. `over_live` is the pool and the drafter's
-cache over what the tokens alive at the peak take of both, a shared prompt counted once; `over_parts` is the program's
-peak, by the compiler, over weights, pool and drafter's cache. Prefill: a prompt with `--group` samples beside one with
-a single sample. Compilation: lowering and compiling one round of every kind, and a
-rollout with all of the controller's, without the persistent cache.
+controller, whose rollout is one program of all its rounds. `over_live` is the pool and the drafter's cache over what
+the tokens alive at the peak take of both, a shared prompt counted once; `over_parts` is the program's peak, by the
+compiler, over weights, pool and drafter's cache. Prefill: a prompt with `--group` samples beside one with a single
+sample. Compilation: lowering and compiling one round of every kind, and a rollout with all of the controller's, without
+the persistent cache.
 """
 
 import functools
@@ -105,8 +105,8 @@ def memory(pair: Pair, config: Config) -> list[dict[str, Any]]:
     width = prompts.tokens.shape[1]
     per_token = whole.page_bytes() // whole.numerics.key_block
     of_drafter = whole.drafter_bytes(1, width) / (layout.row_pages * whole.numerics.key_block)
-    kept = whole.drafter_bytes(layout.rows + layout.prompts, width)
-    budgets = [int(layout.pool_pages * share) * whole.page_bytes() + kept for share in config.pools]
+    drafter = whole.drafter_bytes(layout.rows + layout.prompts, width)
+    budgets = [int(layout.pool_pages * share) * whole.page_bytes() + drafter for share in config.pools]
     fixed = [replace(usual, config=replace(usual.config, cache_bytes=budget)) for budget in (None, *budgets)]
     table, first = [], None
     for engine, table_of_costs in (*((engine, None) for engine in fixed), (adaptive, control)):
@@ -114,7 +114,6 @@ def memory(pair: Pair, config: Config) -> list[dict[str, Any]]:
         compiled = jax.jit(engine.rollout).lower(*given, control=table_of_costs).compile()
         trajectory = jax.block_until_ready(compiled(*given, control=table_of_costs))
         first = first or trajectory
-        drafter = engine.drafter_bytes(layout.rows + layout.prompts, width)
         used = compiled.memory_analysis()
         assert used is not None
         peak = used.argument_size_in_bytes + used.output_size_in_bytes + used.temp_size_in_bytes

@@ -169,7 +169,7 @@ def cache_table() -> str:
         [
             {
                 "pool": f"{row['pool_share']}{', default' if row['default'] else ''}",
-                "drafts": "up to 7" if row["draft_length"] == "adaptive" else row["draft_length"],
+                "drafts": row["draft_length"],
                 "pool (MB)": f"{row['pool_mb']:.0f}",
                 "drafter's cache (MB)": f"{row['drafter_mb']:.0f}",
                 "live at the peak (MB)": f"{row['live_mb']:.0f}",

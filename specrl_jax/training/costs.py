@@ -30,6 +30,7 @@ from specrl_jax.rollout.engine import RolloutEngine
 from specrl_jax.rollout.noise import sequence_keys
 from specrl_jax.rollout.queue import Batch
 from specrl_jax.rollout.sampling import SamplingLaw
+from specrl_jax.training.metrics import write_json
 
 _DEAR = 1e9  # seconds that no draft is worth
 _MOST_TURNS, _BUDGET_S = 45, 16.0  # turns of measuring, and what they may take
@@ -376,9 +377,7 @@ def save_costs(path: Path, control: Control, bodies: tuple[Body, ...], of: str) 
         "per_slot": np.asarray(control.per_slot).tolist(),
         "steps": np.asarray(control.per_step).tolist(),
     }
-    whole = path.with_name(f"{path.name}.tmp")
-    whole.write_text(json.dumps(costs, indent=1) + "\n")
-    whole.rename(path)
+    write_json(path, costs)
 
 
 def load_costs(path: Path, bodies: tuple[Body, ...], of: str, remedy: str = "delete it to measure anew") -> Control:

@@ -359,10 +359,13 @@ def test_timed_rounds_start_from_the_same_rows_where_the_weights_are(devices, ke
     assert given[0].pool.keys[0].shape[0] == 40
 
 
-def test_many_rows_are_planned_for_less_often_until_fewer_would_do(monkeypatch):
-    """Plans take turns between two bodies of all six rows."""
+def planned_bodies(monkeypatch, rows_a_plan, left, ends=()):
+    """Plans after rounds of six rows, which take turns between bodies without drafts (0) and with.
+
+    left: live rows of each round. ends: rounds in which a row ends by itself.
+    """
     bodies = (Body(6, 6), Body(6, 12), Body(2, 2))
-    engine = engine_of(bodies=bodies)
+    engine = engine_of(bodies=bodies, law=SamplingLaw(end_ids=(1, 7), min_new_tokens=4))  # more than a round brings
     engine = replace(engine, config=replace(engine.config, samples_per_prompt=1))
     plan_round = engine_module.plan_round
 
@@ -371,17 +374,38 @@ def test_many_rows_are_planned_for_less_often_until_fewer_would_do(monkeypatch):
         return replace(plan, body=jnp.where(now == 0, 1, 0).astype(jnp.int32))
 
     monkeypatch.setattr(engine_module, "plan_round", other)
-    monkeypatch.setattr(engine_module, "_ROWS_A_PLAN", 2)  # every third round
+    monkeypatch.setattr(engine_module, "_ROWS_A_PLAN", rows_a_plan)
+    monkeypatch.setattr(engine_module, "_IDLE_ROUNDS_A_PLAN", 4)
     params, draft = tiny_params(), random_eagle3()[1]
     step = jax.jit(lambda batch: engine.planned_round(params, draft, batch, 6))
     batch = costs_module.standing_batch(engine, 6, 8, initial_control(np.ones(3)))
     batch = replace(batch, plan=replace(batch.plan, body=jnp.int32(0)))
-    planned = []
-    for left in (6, 6, 6, 6, 6, 6, 6, 2, 2, 2):
-        done = batch.rows.done | (jnp.arange(6) >= left)
-        batch = step(replace(batch, rows=replace(batch.rows, done=done, emitted=jnp.zeros_like(batch.rows.emitted))))
+    limit, planned = batch.rows.limit, []
+    for turn, live in enumerate(left):
+        done = batch.rows.done | (jnp.arange(6) >= live)
+        own = jnp.where((jnp.arange(6) == live - 1) & (turn in ends), 1, limit)
+        rows = replace(batch.rows, done=done, emitted=jnp.zeros_like(batch.rows.emitted), limit=own)
+        batch = step(replace(batch, rows=rows))
         planned.append(int(batch.plan.body))
-    assert planned == [0, 0, 1, 1, 1, 0, 0, 1, 0, 1]
+    return planned
+
+
+def test_many_rows_are_planned_for_less_often_until_fewer_would_do(monkeypatch):
+    """Every third round, and every fourth where they go without drafts."""
+    assert planned_bodies(monkeypatch, 2, (6, 6, 6, 6, 6, 6, 6, 2, 2, 2)) == [0, 0, 0, 1, 1, 0, 0, 1, 0, 1]
+
+
+def test_rounds_that_teach_nothing_are_not_planned_after(monkeypatch):
+    """Few rows: every round with drafts, every fourth without, and where a row has ended."""
+    assert planned_bodies(monkeypatch, 16, (6, 6, 6, 6, 6, 6, 6, 6)) == [0, 0, 0, 1, 0, 0, 0, 1]
+    assert planned_bodies(monkeypatch, 16, (6, 6, 5, 5, 5, 5), ends=(1,)) == [0, 1, 0, 1, 0, 0]
+
+
+def test_a_drafter_that_tells_who_can_draft_is_asked_after_every_round(monkeypatch):
+    """What it can draft changes with every token."""
+    kind = type(engine_of().drafter)
+    monkeypatch.setattr(kind, "can_draft", lambda self, params, texts: jnp.ones((6,), bool), raising=False)
+    assert planned_bodies(monkeypatch, 16, (6, 6, 6, 6)) == [1, 0, 1, 0]
 
 
 @pytest.mark.parametrize("own", ["", "{half a tab"])

@@ -3,6 +3,7 @@
 import itertools
 from dataclasses import replace
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -202,11 +203,18 @@ def test_a_hard_beginning_leaves_no_good_head_idle():
 def test_what_was_learned_fades_to_the_first_belief():
     begun = initial_control(np.ones(2))
     control = replace(begun, drafted=begun.drafted + 1000.0, accepted=begun.accepted + 10.0)
-    for _ in range(400):
-        control = forget(control)
+    control = jax.lax.fori_loop(0, 2000, lambda _, control: forget(control), control)
     np.testing.assert_allclose(control.drafted, begun.drafted, rtol=1e-5)
     np.testing.assert_allclose(control.accepted, begun.accepted, rtol=1e-5)
-    assert float(forget(replace(begun, drafted=begun.drafted + 10.0)).drafted[0]) == 11.5
+    assert float(forget(replace(begun, drafted=begun.drafted + 100.0)).drafted[0]) == 97.0
+
+
+def test_of_few_drafts_less_is_forgotten():
+    """As many as end a bad drafter: a twentieth of them would be tried anew in every rollout."""
+    begun = initial_control(np.ones(2))
+    control = forget(replace(begun, drafted=begun.drafted + 10.0, by_depth=begun.by_depth + 10.0))
+    np.testing.assert_allclose(control.drafted, begun.drafted + 9.9, rtol=1e-6)
+    np.testing.assert_allclose(control.by_depth, 9.9, rtol=1e-6)
 
 
 def test_what_is_in_the_cache_makes_rounds_dearer_by_what_they_read():

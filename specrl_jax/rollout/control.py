@@ -43,7 +43,9 @@ _PRIOR = 12.0
 # Accepted drafts' worth of what the records promise, at every depth: all rows begin at once, with words that are hard
 # to guess, and nothing is learned by a head that these leave idle.
 _TRUST = 48.0
-_KEPT = 0.95  # of what was learned, from rollout to rollout
+# Of what was learned, from rollout to rollout, where it is of many drafts and where it is of few: a drafter that is
+# refused is left after some hundred, and a twentieth of these would be tried anew in every rollout.
+_KEPT, _KEPT_OF_FEW, _FEW = 0.95, 0.99, 512
 # Drafts that are taken to have been seen before any was, and accepted ones of them: a drafter that nobody has tried is
 # thought well of, or none would be tried where a round is dear.
 _HOPE = (32.0, 0.9 * 32.0)
@@ -156,17 +158,18 @@ def initial_control(
 
 
 def forget(control: Control) -> Control:
-    """Before a new rollout, a twentieth of what was learned goes.
+    """Before a new rollout, a twentieth of what was learned goes, a hundredth where it is of few drafts.
 
     A drafter that improves while nothing is drafted is thereby tried again some time.
     """
     drafted, accepted, beside = (jnp.asarray(belief, jnp.float32) for belief in (*_BELIEF, _BELIEF_BESIDE))
+    kept = jnp.where(jnp.sum(control.drafted - drafted) > _FEW, _KEPT, _KEPT_OF_FEW)
     return replace(
         control,
-        drafted=drafted + _KEPT * (control.drafted - drafted),
-        accepted=accepted + _KEPT * (control.accepted - accepted),
-        beside=beside + _KEPT * (control.beside - beside),
-        by_depth=_KEPT * control.by_depth,
+        drafted=drafted + kept * (control.drafted - drafted),
+        accepted=accepted + kept * (control.accepted - accepted),
+        beside=beside + kept * (control.beside - beside),
+        by_depth=kept * control.by_depth,
     )
 
 

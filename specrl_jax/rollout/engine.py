@@ -36,6 +36,8 @@ from specrl_jax.rollout.trajectory import Trajectory
 # Planning takes time with every row, and what many rows need together changes slowly: from twice so many rows on a plan
 # is made for several rounds.
 _ROWS_A_PLAN = 16
+# Rounds without drafts teach nothing but that records fade: while no row ends, the next plan would be the last one.
+_IDLE_ROUNDS_A_PLAN = 8
 
 
 @dataclass(frozen=True)
@@ -79,7 +81,8 @@ class RolloutEngine(SequenceQueue):
         used = trajectory.stats.bodies.at[chosen].add(1)
         trajectory = replace(trajectory, stats=replace(trajectory.stats, bodies=used))
         after = replace(self._closed(batch, before, rows, pool, trajectory), control=control)
-        return self._plan_if_due(draft_params, after, size)
+        ended = jnp.any(after.rows.done & ~before.done)
+        return self._plan_if_due(draft_params, after, size, drafts | ended)
 
     def _grown(self, batch: Batch, slots: int | Int[Array, ""]) -> tuple[Rows, Pool, Bool[Array, "r"], Batch]:
         """Rows with pages for a round, the pool, and which of them take part."""
@@ -113,15 +116,15 @@ class RolloutEngine(SequenceQueue):
         plan = plan_round(batch.control, bodies, longest, ~rows.done, rows.record, slots, batch.plan.body, able)
         return replace(batch, plan=plan)
 
-    def _plan_if_due(self, draft_params: Any, batch: Batch, size: int) -> Batch:
-        """The next plan after a round of `size` rows: a new one where few rows are planned for, or fewer would do, else
-        every so many rounds."""
+    def _plan_if_due(self, draft_params: Any, batch: Batch, size: int, changed: Bool[Array, ""]) -> Batch:
+        """The next plan after a round of `size` rows: a new one every so many rounds, of few rows in every round that
+        changed what is known, and where fewer rows would do."""
         every = max(1, size // _ROWS_A_PLAN)
-        if every == 1:
-            return self._plan(draft_params, batch)
         bodies = self.config.bodies_for(self._all_rows(batch))
         smaller = max((body.rows for body in bodies if body.rows < size), default=0)
-        due = jnp.sum(batch.trajectory.stats.bodies) % every == 0
+        # What a drafter tells ahead of a round it tells of the newest tokens.
+        idle = every if hasattr(self.drafter, "can_draft") else max(every, _IDLE_ROUNDS_A_PLAN)
+        due = jnp.sum(batch.trajectory.stats.bodies) % jnp.where(changed, jnp.int32(every), jnp.int32(idle)) == 0
         due |= jnp.sum(~batch.rows.done, dtype=jnp.int32) <= smaller
         return replace(batch, plan=when(due, lambda _: self._plan(draft_params, batch).plan, batch.plan))
 

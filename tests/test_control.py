@@ -206,14 +206,15 @@ def test_what_was_learned_fades_to_the_first_belief():
     control = jax.lax.fori_loop(0, 2000, lambda _, control: forget(control), control)
     np.testing.assert_allclose(control.drafted, begun.drafted, rtol=1e-5)
     np.testing.assert_allclose(control.accepted, begun.accepted, rtol=1e-5)
-    assert float(forget(replace(begun, drafted=begun.drafted + 100.0)).drafted[0]) == 97.0
+    more = begun.drafted + 33.0  # of each of 16 bins: more than 512 drafts
+    np.testing.assert_allclose(forget(replace(begun, drafted=more)).drafted, begun.drafted + 0.95 * 33.0, rtol=1e-6)
 
 
 def test_of_few_drafts_less_is_forgotten():
-    """As many as end a bad drafter: a twentieth of them would be tried anew in every rollout."""
+    """As many as end a bad drafter: as many as a twentieth of them would be tried anew in every rollout."""
     begun = initial_control(np.ones(2))
-    control = forget(replace(begun, drafted=begun.drafted + 10.0, by_depth=begun.by_depth + 10.0))
-    np.testing.assert_allclose(control.drafted, begun.drafted + 9.9, rtol=1e-6)
+    control = forget(replace(begun, drafted=begun.drafted + 32.0, by_depth=begun.by_depth + 10.0))
+    np.testing.assert_allclose(control.drafted, begun.drafted + 0.99 * 32.0, rtol=1e-6)
     np.testing.assert_allclose(control.by_depth, 9.9, rtol=1e-6)
 
 

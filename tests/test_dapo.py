@@ -267,10 +267,10 @@ def test_a_controller_goes_from_rollout_to_rollout():
     costs = initial_control(np.array([1.0, 1.5]))
     state, (_, trajectories, _) = scanned(program, 1)(first_state(program, control=costs))
     np.testing.assert_array_equal(trajectories.tokens[0], two_steps(0)[2].tokens[0])
-    # Both rollouts have taught it: a twentieth of the first is forgotten before the second.
+    # Both rollouts have taught it: a hundredth of the first, which are few, is forgotten before the second.
     learned = float(state.control.accepted.sum() - costs.accepted.sum())
     in_all = float(trajectories.stats.accepted[0])
-    assert 0.95 * in_all <= learned < in_all
+    assert 0.99 * in_all <= learned < in_all
 
 
 @ci

@@ -164,10 +164,10 @@ def test_a_controller_changes_nothing_but_itself(data):
     stats = trajectories.stats
     assert stats.bodies.sum() > 0
     assert stats.rounds.sum() > 0
-    # A twentieth of the first step's is forgotten before the second.
+    # A hundredth of the first step's, which are few, is forgotten before the second.
     first, second = map(float, stats.accepted)
     learned = float(state.control.accepted.sum() - costs.accepted.sum())
-    assert abs(learned - (0.95 * first + second)) < 1e-3
+    assert abs(learned - (0.99 * first + second)) < 1e-3
     np.testing.assert_array_equal(state.control.seconds, costs.seconds)
 
 

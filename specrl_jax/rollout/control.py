@@ -9,9 +9,9 @@ What is made small is the mean over rows of seconds per token: a row that expect
 rounds for each. Tokens per second of all rows together would send the drafts to the surest rows, and a batch ends
 with its slowest.
 
-1. Before a round (of many rows, before some rounds) every body is valued by the tokens expected of each row, with the
-   rows' records (`plan_round`): that says how many rows are decoded together, whether they draft, and what a second is
-   worth.
+1. Before a round (of many rows, or without drafts, before some) every body is valued by the tokens expected of each
+   row, with the rows' records (`plan_round`): that says how many rows are decoded together, whether they draft, and
+   what a second is worth.
 2. While drafting, a row's survival is the product of what drafts of that confidence have been
    accepted; drafting stops when the next drafts are not worth the time to make and verify them.
 3. Of the bodies of so many rows the one is run whose best drafts are worth most beyond its time: sure drafts make a
@@ -43,8 +43,8 @@ _PRIOR = 12.0
 # Accepted drafts' worth of what the records promise, at every depth: all rows begin at once, with words that are hard
 # to guess, and nothing is learned by a head that these leave idle.
 _TRUST = 48.0
-# Of what was learned, from rollout to rollout, where it is of many drafts and where it is of few: a drafter that is
-# refused is left after some hundred, and a twentieth of these would be tried anew in every rollout.
+# Of what was learned, from rollout to rollout, where it is of many drafts and where it is of few: few rows leave a
+# drafter that is refused after some hundred, and would try as many as a twentieth of these anew in every rollout.
 _KEPT, _KEPT_OF_FEW, _FEW = 0.95, 0.99, 512
 # Drafts that are taken to have been seen before any was, and accepted ones of them: a drafter that nobody has tried is
 # thought well of, or none would be tried where a round is dear.

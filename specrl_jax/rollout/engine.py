@@ -36,7 +36,7 @@ from specrl_jax.rollout.trajectory import Trajectory
 # Planning takes time with every row, and what many rows need together changes slowly: from twice so many rows on a plan
 # is made for several rounds.
 _ROWS_A_PLAN = 16
-# Rounds without drafts teach nothing but that records fade: while no row ends, the next plan would be the last one.
+# Rounds without drafts teach nothing, but records fade and caches grow: while no row ends, plans stay the same.
 _IDLE_ROUNDS_A_PLAN = 8
 
 
@@ -117,13 +117,13 @@ class RolloutEngine(SequenceQueue):
         return replace(batch, plan=plan)
 
     def _plan_if_due(self, draft_params: Any, batch: Batch, size: int, changed: Bool[Array, ""]) -> Batch:
-        """The next plan after a round of `size` rows: a new one every so many rounds, of few rows in every round that
-        changed what is known, and where fewer rows would do."""
+        """The next plan after a round of `size` rows: a new one every so many rounds, and where fewer rows would do. Of
+        few rows after every round that `changed` what is known, else after some."""
         every = max(1, size // _ROWS_A_PLAN)
         bodies = self.config.bodies_for(self._all_rows(batch))
         smaller = max((body.rows for body in bodies if body.rows < size), default=0)
-        # What a drafter tells ahead of a round it tells of the newest tokens.
-        idle = every if hasattr(self.drafter, "can_draft") else max(every, _IDLE_ROUNDS_A_PLAN)
+        # What `can_draft` tells changes with every token.
+        idle = _IDLE_ROUNDS_A_PLAN if every == 1 and not hasattr(self.drafter, "can_draft") else every
         due = jnp.sum(batch.trajectory.stats.bodies) % jnp.where(changed, jnp.int32(every), jnp.int32(idle)) == 0
         due |= jnp.sum(~batch.rows.done, dtype=jnp.int32) <= smaller
         return replace(batch, plan=when(due, lambda _: self._plan(draft_params, batch).plan, batch.plan))

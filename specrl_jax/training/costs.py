@@ -259,7 +259,8 @@ def _rounds_of(
 
     def step(params: PolicyParams, draft: Any, batch: Batch) -> Batch:
         after = own.planned_round(params, draft, batch, bodies[0].rows)
-        # Planning takes time too where few rows are planned for in every round; what it says is not followed.
+        # Planning takes time too, of few rows after every round with drafts (after some without, which is not counted);
+        # what it says is not followed.
         plan, _ = jax.lax.optimization_barrier((batch.plan, after.plan))
         return replace(after, plan=plan)
 

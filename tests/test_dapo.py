@@ -270,7 +270,8 @@ def test_a_controller_goes_from_rollout_to_rollout():
     # Both rollouts have taught it: a hundredth of the first, which are few, is forgotten before the second.
     learned = float(state.control.accepted.sum() - costs.accepted.sum())
     in_all = float(trajectories.stats.accepted[0])
-    assert 0.99 * in_all <= learned < in_all
+    assert 0.99 * in_all <= learned + 1e-3  # in float32
+    assert learned < in_all
 
 
 @ci

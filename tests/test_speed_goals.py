@@ -27,6 +27,13 @@ def test_an_interval_is_judged_by_its_worse_end(sign, row, met):
     assert Goal("", "", bool, "speedup", sign, 1.5).met(row) == met
 
 
+def test_a_middle_that_misses_is_told_before_a_wider_interval_that_does():
+    goal = Goal("", "", bool, "speedup", "≥", 1.5)
+    rows = [ranged(1.6, 1.0, 1.7), ranged(1.45, 1.4, 1.5), ranged(1.48, 1.3, 1.6), ranged(1.7, 1.6, 1.8)]
+    assert goal.worst(rows) == rows[2]
+    assert goal.worst([rows[0], rows[3]]) == rows[0]
+
+
 @pytest.mark.parametrize("goal", GOALS, ids=lambda goal: f"{goal.what}, {goal.field}")
 def test_every_goal_is_judged_by_rows_that_have_its_field(goal):
     rows = rows_of(goal)
